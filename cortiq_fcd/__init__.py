@@ -1,0 +1,1 @@
+"""Hand-written polish for O(1)-attention language models in CMF files."""

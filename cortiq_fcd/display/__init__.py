@@ -1,0 +1,1 @@
+"""What a terminal shows; stages know only `cortiq_fcd.events.Listener`."""

@@ -1,0 +1,1 @@
+"""The CMF container, corpora and tokenizers; numpy only, no torch."""

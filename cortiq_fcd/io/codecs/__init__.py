@@ -1,0 +1,1 @@
+"""Tensor encodings of CMF, one file a family; `CODECS` is the table."""

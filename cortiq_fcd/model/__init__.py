@@ -1,0 +1,1 @@
+"""The network as plain tensors, made of kernels."""

@@ -1,0 +1,1 @@
+"""The ordered stages of a polish and what passes between them."""
