@@ -1,0 +1,271 @@
+"""The JSON report and the record inside the file, as pydantic models: the source of schemas/.
+
+Perplexities are exp(mean NLL in nats) and have no unit. A number that was not measured is null, with a reason in
+`warnings`; NaN and infinity are refused. Nothing here imports torch, so that reading a report is quick.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cortiq_fcd.stages.config import SaveDtype
+
+SCHEMA_ID: Literal["cortiq-fcd-report/1"] = "cortiq-fcd-report/1"
+
+Outcome = Literal["polished", "identity"]
+GateStatus = Literal["ran", "skipped"]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+
+class ToolInfo(_Record):
+    """The program that wrote the file, and what it ran on."""
+
+    name: str = Field(description="program name")
+    version: str = Field(description="program version")
+    torch: str = Field(description="torch version")
+    python: str = Field(description="Python version")
+    device: str = Field(description="device that trained, as torch names it")
+    precision: str = Field(description="arithmetic of the training, for example f32")
+    threads: int = Field(ge=1, description="CPU threads used")
+    world_size: int = Field(default=1, ge=1, description="processes that trained together")
+
+
+class SourceInfo(_Record):
+    """The file that was polished."""
+
+    path: str = Field(description="path as given")
+    bytes: int = Field(ge=0, description="size in bytes, all shards")
+    dir_hash: str = Field(description="hash64 of the tensor directory, 16 hex digits; shard 1's if sharded")
+    arch_name: str | None = Field(description="arch_name of the header; null when the header has none")
+    layers: int = Field(ge=0, description="layers of the model")
+    params: int = Field(ge=0, description="weights in the file")
+
+
+class OutputInfo(_Record):
+    """The file that was written."""
+
+    path: str = Field(description="path as given")
+    bytes: int = Field(ge=0, description="size in bytes")
+    dir_hash: str = Field(description="hash64 of the tensor directory, 16 hex digits")
+    save_dtype: SaveDtype | None = Field(
+        description="dtype of the trained tensors; null at identity, nothing was re-encoded"
+    )
+    tensors_copied: int = Field(ge=0, description="tensors whose bytes are the source's")
+    tensors_written: int = Field(ge=0, description="trained tensors, encoded anew")
+
+
+class O1Info(_Record):
+    """The O(1) kernel as it was used."""
+
+    layers: str | list[int] = Field(
+        description="layer set as the runtime reads it: all, deepN or a list of layer numbers"
+    )
+    m: int = Field(ge=1, description="landmarks per query head, as asked for")
+    w: int = Field(ge=1, description="window of exact recent keys, tokens")
+    sink: int = Field(ge=0, description="permanent exact first keys, tokens")
+    prefill: int = Field(ge=1, description="seal point in training windows, tokens")
+
+
+class RecipeInfo(_Record):
+    """The training recipe as it was used."""
+
+    steps: int = Field(ge=0, description="optimizer steps asked for")
+    lr: float = Field(description="AdamW learning rate")
+    kl: float = Field(description="weight of KL(teacher || student); CE has the rest")
+    eval_every: int = Field(ge=0, description="steps between validations; 0 = only after the last")
+    batch: int = Field(ge=1, description="windows per step")
+    seq: int = Field(ge=2, description="window length, tokens")
+    seed: int = Field(ge=0, description="seed of the window sampler")
+    polish_only: bool = Field(default=False, description="attention stayed exact on both sides")
+    teacher: str | None = Field(default=None, description="separate teacher file; null = the source itself")
+
+
+class CorpusInfo(_Record):
+    """What was trained and measured on."""
+
+    train_tokens: int = Field(ge=0, description="tokens that windows were sampled from")
+    val_tokens: int = Field(ge=0, description="validation tokens, never sampled")
+    train_sha256: str = Field(description="SHA-256 of the training bytes as used, hex")
+    val_sha256: str = Field(description="SHA-256 of the validation bytes as used, hex")
+    source: str = Field(description="where the text came from: built-in, or the paths")
+
+
+class Triple(_Record):
+    """One perplexity of three models over the same tokens."""
+
+    teacher: float | None = Field(default=None, description="exact attention, source weights; perplexity")
+    start: float | None = Field(default=None, description="O(1) attention, source weights; perplexity")
+    final: float | None = Field(default=None, description="O(1) attention, weights of OUT; perplexity")
+
+
+class PplInfo(_Record):
+    """Perplexities. Quick and final windows are different text: compare only within one set."""
+
+    teacher: float | None = Field(default=None, description="exact attention on the quick windows; perplexity")
+    start: float | None = Field(default=None, description="the conversion as it is on the quick windows; perplexity")
+    best: float | None = Field(default=None, description="the chosen checkpoint on the quick windows; perplexity")
+    final: float | None = Field(default=None, description="weights of OUT on the six-round windows; perplexity")
+    final_windows: Triple = Field(default=Triple(), description="all three on the six-round windows")
+    served: Triple = Field(
+        default=Triple(),
+        description="second half of each final window: teacher exact, start and final through the streaming kernel, "
+        "final from the weights as written in OUT",
+    )
+    untouched: float | None = Field(
+        default=None, description="weights of OUT on validation windows that chose nothing; null if there are none"
+    )
+
+
+class KlInfo(_Record):
+    """Mean KL(teacher || student) over the served positions: tells mending from merely learning the text."""
+
+    start: float | None = Field(default=None, description="before training, nats per position")
+    final: float | None = Field(default=None, description="weights of OUT, nats per position")
+
+
+class GateEval(_Record):
+    """The gate's verdict over one checkpoint."""
+
+    step: int = Field(ge=0, description="optimizer steps taken; 0 = the conversion as it is")
+    ppl: float | None = Field(description="quick-window perplexity; null if it was not finite")
+    scores: list[float] | None = Field(
+        description="loop score of each prompt, 0 to 1; null = not decoded, it couldn't win"
+    )
+    passed: bool | None = Field(description="the verdict; null = not decoded")
+
+
+class GateInfo(_Record):
+    """The generation gate: does greedy text through the served kernel loop."""
+
+    status: GateStatus = Field(description="ran or skipped")
+    reason: str = Field(default="", description="why it was skipped, one clause")
+    profile: str = Field(default="standard", description="prompts and lengths used")
+    threshold: float = Field(description="highest loop score that passes, 0 to 1")
+    slack: float = Field(description="how far a prompt may loop more than before training, 0 to 1")
+    baseline: list[float] | None = Field(default=None, description="loop score of each prompt before training, 0 to 1")
+    teacher: list[float] | None = Field(
+        default=None, description="loop scores with exact attention; null if not decoded"
+    )
+    evals: list[GateEval] = Field(default=[], description="one entry a checkpoint, in order")
+    chosen: int | None = Field(default=None, description="step of the checkpoint that passed and won; null = none")
+
+
+class EvalRecord(_Record):
+    """A validation on the quick windows."""
+
+    step: int = Field(ge=0, description="optimizer steps taken; 0 = the conversion as it is")
+    ppl: float | None = Field(description="perplexity; null if it was not finite")
+
+
+class LossRecord(_Record):
+    """One optimizer step; means over the step's positions, unweighted."""
+
+    step: int = Field(ge=1, description="1-based")
+    ce: float | None = Field(description="cross entropy, nats; null if it was not finite")
+    kl: float | None = Field(description="KL(teacher || student), nats; null if it was not finite")
+    grad_norm: float | None = Field(description="global gradient norm before clipping; null = not finite, step skipped")
+    seconds: float = Field(ge=0, description="duration in seconds")
+
+
+class MemoryInfo(_Record):
+    """Peak memory of the process."""
+
+    peak_rss_bytes: int | None = Field(default=None, ge=0, description="peak resident set, bytes")
+    peak_device_bytes: int | None = Field(default=None, ge=0, description="peak accelerator memory, bytes; null on CPU")
+
+
+class Report(_Record):
+    """What a polish did: OUT.report.json."""
+
+    schema_id: Literal["cortiq-fcd-report/1"] = Field(
+        default=SCHEMA_ID, alias="schema", description="this format's name"
+    )
+    outcome: Outcome = Field(description="polished: trained weights are in OUT; identity: OUT holds the source weights")
+    best_step: int = Field(ge=0, description="optimizer steps behind the weights in OUT; 0 at identity")
+    steps_run: int = Field(ge=0, description="optimizer steps taken")
+    converted_layers: list[int] = Field(description="layers that run the O(1) kernel, from 0")
+    trainable_params: int = Field(ge=0, description="weights that were trained")
+    tool: ToolInfo
+    created: str = Field(description="UTC time of writing, ISO 8601")
+    source: SourceInfo
+    output: OutputInfo
+    o1: O1Info
+    recipe: RecipeInfo
+    corpus: CorpusInfo
+    ppl: PplInfo
+    kl_served: KlInfo = KlInfo()
+    gate: GateInfo
+    evals: list[EvalRecord] = Field(default=[], description="every validation, step 0 first")
+    losses: list[LossRecord] = Field(default=[], description="every step")
+    timing: dict[str, float] = Field(default={}, description="seconds of each stage")
+    memory: MemoryInfo = MemoryInfo()
+    warnings: list[str] = Field(default=[], description="what a user should know")
+
+    def to_json(self) -> str:
+        """The report as JSON text, the way it is written beside OUT."""
+        return self.model_dump_json(by_alias=True, indent=2) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        """The report in a file. Raises OSError or pydantic's ValidationError."""
+        return cls.model_validate_json(path.read_bytes())
+
+
+class ProvenanceTool(_Record):
+    """The program that wrote the record."""
+
+    name: str = Field(description="program name")
+    version: str = Field(description="program version")
+
+
+class ProvenanceSource(_Record):
+    """The file that was polished."""
+
+    dir_hash: str = Field(description="hash64 of its tensor directory, 16 hex digits")
+
+
+class ProvenanceCorpus(_Record):
+    """What was trained on."""
+
+    train_sha256: str = Field(description="SHA-256 of the training bytes as used, hex")
+    val_sha256: str = Field(description="SHA-256 of the validation bytes as used, hex")
+
+
+class ProvenanceGate(_Record):
+    """The gate's result in short; the report has the rest."""
+
+    status: GateStatus = Field(description="ran or skipped")
+    threshold: float = Field(description="highest loop score that passes, 0 to 1")
+    slack: float = Field(description="how far a prompt may loop more than before training, 0 to 1")
+    baseline: list[float] | None = Field(description="loop score of each prompt before training; null if skipped")
+    chosen: int | None = Field(description="step of the checkpoint that passed and won; null = none")
+
+
+class Provenance(_Record):
+    """`provenance.fcd` of a polished file. The first ten fields are named as other readers of such files know them."""
+
+    steps: int = Field(ge=0, description="optimizer steps taken")
+    lr: float = Field(description="AdamW learning rate")
+    kl_w: float = Field(description="weight of KL(teacher || student); CE has the rest")
+    bs: int = Field(ge=1, description="windows per step")
+    seq: int = Field(ge=2, description="window length, tokens")
+    teacher_ppl: float | None = Field(description="exact attention on the quick windows; perplexity")
+    ppl_start: float | None = Field(description="the conversion as it is on the quick windows; perplexity")
+    ppl_final: float | None = Field(description="weights of the file on the six-round windows; perplexity")
+    best_step: int = Field(ge=0, description="optimizer steps behind the weights of the file; 0 at identity")
+    converted_layers: list[int] = Field(description="layers that run the O(1) kernel, from 0")
+    seed: int = Field(ge=0, description="seed of the window sampler")
+    prefill: int = Field(ge=1, description="seal point in training windows, tokens")
+    outcome: Outcome = Field(description="polished or identity")
+    gate: ProvenanceGate
+    save_dtype: SaveDtype | None = Field(description="dtype of the trained tensors; null at identity")
+    tool: ProvenanceTool
+    source: ProvenanceSource
+    corpus: ProvenanceCorpus
+    final_windows: Triple = Field(description="teacher, start and final on the six-round windows; perplexity")

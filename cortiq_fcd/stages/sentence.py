@@ -1,0 +1,101 @@
+"""The outcome of a polish in one plain sentence, for people who have never seen a report."""
+
+from __future__ import annotations
+
+from cortiq_fcd.stages.report import GateEval, Report, Triple
+
+
+def sentence(report: Report) -> str:
+    """What happened, what it is worth, and what the gate said."""
+    parts = _polished(report) if report.outcome == "polished" else _identity(report)
+    return "; ".join(part for part in parts if part) + "."
+
+
+def is_worse(report: Report) -> bool:
+    """Whether the written weights are worse than the conversion where it counts: the served perplexity, else the final one."""
+    pair = before_and_after(report)[1]
+    return pair.start is not None and pair.final is not None and pair.final > pair.start
+
+
+def before_and_after(report: Report) -> tuple[str, Triple]:
+    """The name and the perplexities that a before-and-after sentence quotes."""
+    served = report.ppl.served
+    if served.start is not None and served.final is not None:
+        return "perplexity of served positions", served
+    return "perplexity of the final windows", report.ppl.final_windows
+
+
+def _polished(report: Report) -> list[str]:
+    name, ppl = before_and_after(report)
+    head = "Polished, but worse than the conversion where it counts" if is_worse(report) else "Polished"
+    parts = [f"{head}: {name} {_arrow(ppl)}{_teacher(ppl)}{_kl(report)}"]
+    parts[0] += f", chosen at step {report.best_step} of {report.steps_run}"
+    whole = report.ppl.final_windows
+    if ppl is not whole and whole.start is not None and whole.final is not None and whole.final > whole.start:
+        parts.append(f"over whole windows it rose {_arrow(whole)}")
+    return [*parts, _gate(report)]
+
+
+def _identity(report: Report) -> list[str]:
+    name, ppl = before_and_after(report)
+    number = ppl.start if ppl.start is not None else ppl.final
+    measured = f" ({name} {_num(number)}{_teacher(ppl)})" if number is not None else ""
+    return [f"Identity: {_identity_reason(report)}, so OUT holds the source weights{measured}", _gate_skipped(report)]
+
+
+def _identity_reason(report: Report) -> str:
+    trained = [entry for entry in report.gate.evals if entry.step > 0]
+    if report.gate.status == "ran" and trained and report.gate.chosen is None and not any(e.passed for e in trained):
+        return "no checkpoint passed the generation gate"
+    return "nothing beat the conversion as it was"
+
+
+def _gate(report: Report) -> str:
+    if report.gate.status == "skipped":
+        return _gate_skipped(report)
+    chosen = next((entry for entry in report.gate.evals if entry.step == report.best_step), None)
+    baseline = report.gate.baseline
+    if chosen is None or chosen.scores is None or baseline is None:
+        return ""
+    return _loops(baseline, chosen, report.gate.threshold)
+
+
+def _loops(baseline: list[float], chosen: GateEval, threshold: float) -> str:
+    scores = chosen.scores or []
+    before, after = max(baseline, default=0.0), max(scores, default=0.0)
+    if any(now > was for was, now in zip(baseline, scores, strict=False)):
+        return f"the gate passed, with some prompts looping more (worst score {after:.2f}, was {before:.2f}, limit {threshold:.2f})"
+    if after < before:
+        return f"no prompt loops more than before (worst loop score {before:.2f} -> {after:.2f})"
+    return "no prompt loops more than before"
+
+
+def _gate_skipped(report: Report) -> str:
+    if report.gate.status != "skipped":
+        return ""
+    return f"the generation gate was skipped{': ' + report.gate.reason if report.gate.reason else ''}".rstrip(".")
+
+
+def _kl(report: Report) -> str:
+    start, final = report.kl_served.start, report.kl_served.final
+    if start is None or final is None or start <= 0:
+        return ""
+    return f", KL to the exact model {_percent(100 * (final - start) / start)}"
+
+
+def _percent(change: float) -> str:
+    return f"{'+' if change >= 0 else '-'}{abs(change):.0f} %"
+
+
+def _teacher(ppl: Triple) -> str:
+    return "" if ppl.teacher is None else f" (exact attention: {_num(ppl.teacher)})"
+
+
+def _arrow(ppl: Triple) -> str:
+    return f"{_num(ppl.start)} -> {_num(ppl.final)}"
+
+
+def _num(value: float | None) -> str:
+    if value is None:
+        return "not measured"
+    return f"{value:.1f}" if value >= 30 else f"{value:.2f}"
