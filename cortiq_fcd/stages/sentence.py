@@ -12,7 +12,7 @@ def sentence(report: Report) -> str:
 
 
 def is_worse(report: Report) -> bool:
-    """Whether the written weights are worse than the conversion where it counts: the served perplexity, else the final one."""
+    """Whether OUT is worse than the conversion where it counts: served positions, else the final windows."""
     pair = before_and_after(report)[1]
     return pair.start is not None and pair.final is not None and pair.final > pair.start
 
@@ -64,7 +64,8 @@ def _loops(baseline: list[float], chosen: GateEval, threshold: float) -> str:
     scores = chosen.scores or []
     before, after = max(baseline, default=0.0), max(scores, default=0.0)
     if any(now > was for was, now in zip(baseline, scores, strict=False)):
-        return f"the gate passed, with some prompts looping more (worst score {after:.2f}, was {before:.2f}, limit {threshold:.2f})"
+        worst = f"worst loop score {after:.2f}, was {before:.2f}, limit {threshold:.2f}"
+        return f"the gate passed, though some prompts loop more than before ({worst})"
     if after < before:
         return f"no prompt loops more than before (worst loop score {before:.2f} -> {after:.2f})"
     return "no prompt loops more than before"

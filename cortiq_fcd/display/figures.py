@@ -1,0 +1,64 @@
+"""Numbers as people read them. All text is ASCII, so that any log can hold it."""
+
+from __future__ import annotations
+
+
+def perplexity(value: float | None) -> str:
+    """A perplexity, or a dash when it was not measured."""
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if value >= 10_000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+
+
+def nats(value: float | None) -> str:
+    """A loss in nats: four significant digits."""
+    return "-" if value is None else f"{value:.4g}"
+
+
+def change(start: float | None, final: float | None) -> str:
+    """The relative change in percent, signed."""
+    if start is None or final is None or start == 0:
+        return "-"
+    return f"{100 * (final - start) / start:+.1f} %"
+
+
+def count(value: int) -> str:
+    """A number of things: 134.5 M, 1.2 k."""
+    for unit, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if value >= unit:
+            return f"{value / unit:.1f} {name}"
+    return str(value)
+
+
+def size(value_bytes: int) -> str:
+    """A size in powers of ten: 2.4 GB."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if value_bytes >= unit:
+            return f"{value_bytes / unit:.1f} {name}"
+    return f"{value_bytes} B"
+
+
+def duration(seconds: float) -> str:
+    """A time span: 8.3 s, 2 min 05 s, 1 h 02 min."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def scores(values: list[float] | None) -> str:
+    """Loop scores of the gate's prompts, 0 to 1."""
+    return "-" if values is None else " ".join(f"{value:.2f}" for value in values)
+
+
+def layers(numbers: list[int]) -> str:
+    """Layer numbers with runs drawn together: 0-3, 7."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
