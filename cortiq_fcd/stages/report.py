@@ -20,7 +20,13 @@ GateStatus = Literal["ran", "skipped"]
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        populate_by_name=True,
+        json_schema_serialization_defaults_required=True,
+    )
 
 
 class ToolInfo(_Record):
