@@ -1,0 +1,178 @@
+"""The commands. Each says what it does, imports what it needs, and prints results on stdout."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cortiq_fcd.cli.settings import Flags, resolve, takes_settings, to_toml
+from cortiq_fcd.errors import CmfFormatError, ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cortiq_fcd.display.guard import Guarded
+
+app = typer.Typer(
+    help="Polish O(1)-attention language models: train the converted layers until the served kernel behaves.",
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+)
+
+Source = Annotated[Path, typer.Argument(metavar="IN", help="the CMF file to polish; never written", show_default=False)]
+Target = Annotated[Path, typer.Argument(metavar="OUT", help="the CMF file to write", show_default=False)]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="a CMF file, or any shard of one", show_default=False)]
+Settings = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="FILE.toml", help="settings as `config` prints them; flags win", show_default=False
+    ),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="print one JSON document on stdout; default: off", show_default=False)
+]
+Progress = Annotated[
+    str,
+    typer.Option(
+        "--progress", metavar="KIND", help="auto, rich, plain, json or none; default: auto", show_default=False
+    ),
+]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="say nothing but errors; default: off", show_default=False)]
+Verbose = Annotated[
+    bool, typer.Option("-v", "--verbose", help="a plain line for every step; default: off", show_default=False)
+]
+
+
+@app.callback()
+def _app(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="print the version and exit", is_eager=True, callback=lambda on: _version(on)),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+@takes_settings
+def polish(
+    source: Source,
+    out: Target,
+    config: Settings = None,
+    progress: Progress = "auto",
+    json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    *,
+    flags: Flags,
+) -> None:
+    """Train the converted layers of IN until the served O(1) kernel behaves; write OUT and OUT.report.json."""
+    listener = _listener(progress, quiet, verbose)
+    settings = resolve(flags, config)
+    _must_exist(source)
+    from cortiq_fcd.stages import pipeline
+
+    with listener:
+        report = pipeline.run(source, out, settings, listener)
+    if json:
+        sys.stdout.write(report.to_json())
+
+
+@app.command()
+def report(out: File, json: AsJson = False) -> None:
+    """Show what a polish did: the record in the file, and FILE.report.json beside it when it is there."""
+    from cortiq_fcd.cli.reading import show_report
+
+    _must_exist(out)
+    show_report(out, as_json=json, console=None if json else _console())
+
+
+@app.command()
+def inspect(file: File, json: AsJson = False) -> None:
+    """Show header, sections, tensors, the O(1) setting, and what polish could do with the file."""
+    from cortiq_fcd.cli.reading import show_inspection
+
+    _must_exist(file)
+    show_inspection(file, as_json=json, console=None if json else _console())
+
+
+@app.command()
+def verify(file: File) -> None:
+    """Check every bound and every hash of the file; one line a fault or note, exit 3 on a fault."""
+    from cortiq_fcd.io.verify import verify_model
+
+    _must_exist(file)
+    findings = verify_model(file)
+    for finding in findings:
+        sys.stdout.write(f"{finding.kind}: {finding.where}: {finding.message}\n")
+    faults = sum(finding.kind == "fault" for finding in findings)
+    sys.stdout.write(f"{file}: {faults or 'no'} fault{'' if faults == 1 else 's'}\n")
+    if faults:
+        raise typer.Exit(CmfFormatError.exit_code)
+
+
+@app.command()
+def demo(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="where to put it; default: demo", show_default=False)
+    ] = Path("demo"),
+    progress: Progress = "auto",
+) -> None:
+    """Polish the small built-in model in DIR and explain the report. Nothing is downloaded."""
+    listener = _listener(progress, quiet=False, verbose=False)
+    from cortiq_fcd.cli.tour import run_tour
+
+    run_tour(folder, listener, _console())
+
+
+@app.command()
+@takes_settings
+def config(config: Settings = None, *, flags: Flags) -> None:
+    """Print the configuration that these options and --config make together, as TOML for --config."""
+    sys.stdout.write(to_toml(resolve(flags, config)))
+
+
+@app.command()
+def schema(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="report, provenance, config or event", show_default=False)
+    ],
+) -> None:
+    """Print a JSON schema."""
+    from cortiq_fcd.stages.schemas import SCHEMAS, schema_text
+
+    if name not in SCHEMAS:
+        raise ConfigError(f"there is no schema {name!r}", hint=f"one of {', '.join(SCHEMAS)}")
+    sys.stdout.write(schema_text(name))
+
+
+def _listener(progress: str, quiet: bool, verbose: bool) -> Guarded:
+    from cortiq_fcd.display import KINDS, make_listener
+
+    if progress not in KINDS:
+        raise ConfigError(f"--progress {progress!r} is not known", hint=f"one of {', '.join(KINDS)}")
+    return make_listener(progress, sys.stderr, quiet=quiet, verbose=verbose)  # type: ignore[arg-type]
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(file=sys.stdout, highlight=False)
+
+
+def _must_exist(file: Path) -> None:
+    if not file.exists():
+        raise ConfigError(f"{file}: there is no such file")
+    if file.is_dir():
+        raise ConfigError(f"{file} is a folder; a CMF file is expected")
+
+
+def _version(on: bool) -> None:
+    if on:
+        from importlib.metadata import version
+
+        sys.stdout.write(f"cortiq-fcd {version('cortiq-fcd')}\n")
+        raise typer.Exit

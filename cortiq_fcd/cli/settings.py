@@ -1,0 +1,220 @@
+"""The options that make a PolishConfig: one table from flag to field, used by `polish` and `config`.
+
+The help texts are written out here, not taken from the pydantic models, so that `--help` imports neither; a test holds
+the defaults in them against the models.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cortiq_fcd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+    from cortiq_fcd.stages.config import PolishConfig
+
+Flags = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One option: the field of PolishConfig it sets, its flag, its type, where the help shows it and what it says."""
+
+    field: str
+    flag: str
+    kind: type
+    metavar: str
+    panel: str
+    help: str
+
+    @property
+    def parameter(self) -> str:
+        """Name of the command function's parameter."""
+        return self.field.replace(".", "_")
+
+
+TEXT, ATTENTION, TRAINING, GATE, MACHINE, OUTPUT = "Text", "O(1) attention", "Training", "Gate", "Machine", "Output"
+FILE_FIRST = "default: as the file says, else"
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "corpus.train",
+        "--corpus",
+        str,
+        "FILE",
+        TEXT,
+        "UTF-8 text, or token ids as .npy or .json; default: the built-in text",
+    ),
+    Setting(
+        "corpus.val", "--val-corpus", str, "FILE", TEXT, "validation text or ids; default: last tenth of the corpus"
+    ),
+    Setting(
+        "corpus.max_train_bytes", "--max-train-bytes", int, "N", TEXT, "cut the text after N bytes; default: 2000000"
+    ),
+    Setting(
+        "corpus.max_val_bytes",
+        "--max-val-bytes",
+        int,
+        "N",
+        TEXT,
+        "cut the validation text after N bytes; default: 200000",
+    ),
+    Setting("o1.layers", "--o1", str, "SET", ATTENTION, f"layers to convert: all, deepN or i,j,k; {FILE_FIRST} all"),
+    Setting("o1.m", "--o1-m", int, "N", ATTENTION, f"landmarks per query head, at least 4; {FILE_FIRST} 32"),
+    Setting("o1.w", "--o1-window", int, "N", ATTENTION, f"window of exact recent keys, tokens; {FILE_FIRST} 128"),
+    Setting("o1.sink", "--o1-sink", int, "N", ATTENTION, f"permanent exact first keys, tokens; {FILE_FIRST} 4"),
+    Setting(
+        "o1.prefill", "--prefill", int, "N", ATTENTION, "seal point in training windows, tokens; default: seq // 2"
+    ),
+    Setting("train.steps", "--steps", int, "N", TRAINING, "optimizer steps; default: 300"),
+    Setting("train.lr", "--lr", float, "X", TRAINING, "AdamW learning rate, constant; default: 5e-05"),
+    Setting("train.kl", "--kl", float, "X", TRAINING, "weight of KL to the exact model, 0 to 1; default: 0.7"),
+    Setting(
+        "train.eval_every", "--eval-every", int, "N", TRAINING, "steps between validations, 0 = never; default: 25"
+    ),
+    Setting("train.batch", "--batch", int, "N", TRAINING, "windows per step; default: 2"),
+    Setting("train.seq", "--seq", int, "N", TRAINING, "window length, tokens; default: 512"),
+    Setting("train.seed", "--seed", int, "N", TRAINING, "seed of the window sampler; default: 0"),
+    Setting(
+        "gate.enabled", "--gate/--no-gate", bool, "", GATE, "let loop scores of generated text choose; default: gate"
+    ),
+    Setting(
+        "gate.threshold", "--gate-threshold", float, "X", GATE, "highest loop score that passes, 0 to 1; default: 0.35"
+    ),
+    Setting(
+        "gate.slack",
+        "--gate-slack",
+        float,
+        "X",
+        GATE,
+        "how far a prompt may loop more than before, 0 to 1; default: 0.1",
+    ),
+    Setting(
+        "gate.require_pass",
+        "--require-pass",
+        bool,
+        "",
+        GATE,
+        "exit 10, writing nothing, if nothing passes; default: off",
+    ),
+    Setting("compute.device", "--device", str, "NAME", MACHINE, "auto, cpu, cuda, cuda:i or mps; default: auto"),
+    Setting("compute.threads", "--threads", int, "N", MACHINE, "CPU threads; default: all that the process may use"),
+    Setting(
+        "output.save_dtype",
+        "--save-dtype",
+        str,
+        "TYPE",
+        OUTPUT,
+        "trained tensors as f32, f16, bf16, q8_row or q8_2f; default: f32",
+    ),
+    Setting("output.force", "--force", bool, "", OUTPUT, "replace an existing OUT; default: off"),
+    Setting("output.report", "--report", str, "FILE", OUTPUT, "where the JSON report goes; default: OUT.report.json"),
+)
+FLAG_OF = {setting.field: setting.flag for setting in SETTINGS}
+
+
+def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command one option for every row of SETTINGS; those that were used reach it as `flags`, by field."""
+    signature = inspect.signature(command, eval_str=True)
+    own = [parameter for parameter in signature.parameters.values() if parameter.name != "flags"]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        given = {setting.field: values.pop(setting.parameter) for setting in SETTINGS}
+        command(**values, flags={field: value for field, value in given.items() if value is not None})
+
+    options = [_option(setting) for setting in SETTINGS]
+    run.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *options]}
+    return run
+
+
+def _option(setting: Setting) -> inspect.Parameter:
+    metavar = setting.metavar or None
+    option = typer.Option(
+        setting.flag, help=setting.help, metavar=metavar, rich_help_panel=setting.panel, show_default=False
+    )
+    annotation = Annotated[setting.kind | None, option]  # type: ignore[name-defined]
+    return inspect.Parameter(setting.parameter, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def resolve(flags: Flags, file: Path | None) -> PolishConfig:
+    """The configuration that flags and a TOML file make together; flags win. Raises ConfigError."""
+    from pydantic import ValidationError
+
+    from cortiq_fcd.stages.config import PolishConfig
+
+    merged = read_toml(file) if file is not None else {}
+    for field, value in flags.items():
+        section, key = field.split(".")
+        table = merged.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{file}: {section} should be a table, got {table!r}")
+        table[key] = value
+    try:
+        # Through JSON, where strict models take a path from a string.
+        return PolishConfig.model_validate_json(json.dumps(merged, default=str))
+    except ValidationError as error:
+        raise _explained(error, flags, file) from error
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """A TOML file as a dictionary. Raises ConfigError."""
+    toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    try:
+        table: dict[str, Any] = toml.loads(file.read_text(encoding="utf-8"))
+        return table
+    except OSError as error:
+        raise ConfigError(f"--config {file}: {error.strerror}") from error
+    except (toml.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {file} is not valid TOML: {error}") from error
+
+
+def _explained(error: ValidationError, flags: Flags, file: Path | None) -> ConfigError:
+    hints = []
+    parts = []
+    for item in error.errors(include_url=False):
+        field = ".".join(map(str, item["loc"]))
+        where = FLAG_OF[field] if field in flags else f"{file}: {field}"
+        if item["type"] == "extra_forbidden":
+            parts.append(f"{where} is no setting")
+            close = difflib.get_close_matches(field, FLAG_OF, n=1)
+            hints += [f"did you mean {close[0]}?"] if close else []
+        else:
+            message = item["msg"][0].lower() + item["msg"][1:]
+            parts.append(f"{where}: {message}, got {item['input']!r}")
+    return ConfigError("; ".join(parts), hint="\n".join(hints) or "cortiq-fcd polish --help lists units and defaults")
+
+
+def to_toml(config: PolishConfig) -> str:
+    """The configuration as TOML that `--config` reads back; what is not set is a comment."""
+    lines = []
+    for section, table in config:
+        lines.append(f"[{section}]")
+        for key, field in type(table).model_fields.items():
+            value = getattr(table, key)
+            lines.append(f"# {field.description}")
+            lines.append(f"# {key} is not set" if value is None else f"{key} = {_toml_value(value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
