@@ -1,0 +1,116 @@
+"""Cross-entropy and KL to a teacher over a frozen output head, in chunks of rows.
+
+    z_s = h_s W_s^T, z_t = h_t W_t^T              h [N, C], W [V, C]; p = softmax(z)
+    ce = mean_n(lse(z_s) - z_s[target]);   kl = mean_n sum_v p_t (log p_t - log p_s)
+    L = (1 - w) ce + w kl;   dz_s = ((1 - w)(p_s - onehot) + w (p_s - p_t)) / N;   dh_s = dz_s W_s
+
+Logits of a chunk live only while the chunk is worked on. When teacher and student share the head, their rows share one
+product. The head and the teacher get no gradient. KL is evaluated as -sum p_t d + (sum p_s - sum p_t),
+d = log p_s - log p_t: the second term is 0 in exact arithmetic and cancels, to first order, the rounding of the two
+log-sum-exps, so that KL(t, t) is 0 and small values keep their digits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Memory for the logits of a chunk and their temporaries, all together.
+CHUNK_BYTES = 160 << 20
+# Student logits, teacher logits and the two temporaries of the same size that are alive at once.
+_LIVE_COPIES = 4
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Means over the rows, unweighted, in nats; dhidden [N, C] is the gradient of (1 - w) ce + w kl."""
+
+    ce: float
+    kl: float
+    dhidden: Tensor
+
+
+def chunk_rows(vocab: int, element_bytes: int, copies: int, budget_bytes: int = CHUNK_BYTES) -> int:
+    """Rows whose logits, `copies` times, fit into the budget (at least one)."""
+    return max(1, budget_bytes // (vocab * element_bytes * copies))
+
+
+def ce_kl(
+    student: Tensor,
+    teacher: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    kl_weight: float,
+    *,
+    teacher_head: Tensor | None = None,
+    budget_bytes: int = CHUNK_BYTES,
+) -> Loss:
+    """Loss and its gradient for student, teacher [N, C], head [V, C], targets [N] (int64).
+
+    `teacher_head` [V, C] only when the teacher has a head of its own. Raises ValueError when the shapes don't meet.
+    """
+    if student.shape != teacher.shape or student.shape[-1] != head.shape[-1] or targets.shape != student.shape[:1]:
+        raise ValueError(
+            f"ce_kl: student {tuple(student.shape)}, teacher {tuple(teacher.shape)}, head {tuple(head.shape)}, "
+            f"targets {tuple(targets.shape)} don't meet"
+        )
+    N = student.shape[0]
+    dhidden = torch.empty_like(student)
+    ce = torch.zeros((), dtype=torch.float64, device=student.device)
+    kl = torch.zeros_like(ce)
+    rows = chunk_rows(head.shape[0], student.element_size(), _LIVE_COPIES, budget_bytes)
+    for start in range(0, N, rows):
+        chunk = slice(start, min(start + rows, N))
+        z_s, z_t = _logits(student[chunk], teacher[chunk], head, teacher_head)
+        target = targets[chunk, None]
+        log_ratio = z_s - z_t
+        p_s, lse_s, target_logit = _softmax_(z_s, target)
+        p_t, lse_t, _ = _softmax_(z_t, target)
+        ce += (lse_s - target_logit).sum(dtype=torch.float64)
+        log_ratio += (lse_t - lse_s).to(log_ratio.dtype)
+        rows_kl = p_s.sum(-1) - p_t.sum(-1) - torch.linalg.vecdot(p_t, log_ratio)
+        kl += rows_kl.clamp_min_(0).sum(dtype=torch.float64)
+        dz = p_s.sub_(p_t, alpha=kl_weight)
+        dz.scatter_add_(1, target, torch.full_like(target, kl_weight - 1, dtype=dz.dtype))
+        torch.mm(dz, head, out=dhidden[chunk])
+    return Loss(float(ce) / N, float(kl) / N, dhidden.div_(N))
+
+
+def kl_rows(student: Tensor, teacher: Tensor, head: Tensor, *, teacher_head: Tensor | None = None) -> Tensor:
+    """KL(teacher || student) of each row, [N], for student and teacher [N, C] (one chunk: N * V logits)."""
+    z_s, z_t = _logits(student, teacher, head, teacher_head)
+    none = torch.zeros(student.shape[0], 1, dtype=torch.int64, device=student.device)
+    log_ratio = z_s - z_t
+    p_s, lse_s, _ = _softmax_(z_s, none)
+    p_t, lse_t, _ = _softmax_(z_t, none)
+    log_ratio += (lse_t - lse_s).to(log_ratio.dtype)
+    return (p_s.sum(-1) - p_t.sum(-1) - torch.linalg.vecdot(p_t, log_ratio)).clamp_min_(0)
+
+
+def nll_sum(hidden: Tensor, head: Tensor, targets: Tensor, *, budget_bytes: int = CHUNK_BYTES) -> float:
+    """Sum over rows of -log softmax(hidden head^T)[target], in nats: hidden [N, C], head [V, C], targets [N]."""
+    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    rows = chunk_rows(head.shape[0], hidden.element_size(), 2, budget_bytes)
+    for start in range(0, hidden.shape[0], rows):
+        chunk = slice(start, start + rows)
+        logits = torch.mm(hidden[chunk], head.T)
+        target_logit = logits.gather(1, targets[chunk, None])
+        total += (torch.logsumexp(logits, -1, keepdim=True) - target_logit).sum(dtype=torch.float64)
+    return float(total)
+
+
+def _logits(student: Tensor, teacher: Tensor, head: Tensor, teacher_head: Tensor | None) -> tuple[Tensor, Tensor]:
+    if teacher_head is not None:
+        return torch.mm(student, head.T), torch.mm(teacher, teacher_head.T)
+    both = torch.mm(torch.cat((student, teacher)), head.T)
+    return both[: student.shape[0]], both[student.shape[0] :]
+
+
+def _softmax_(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax in place; also the log-sum-exp in f64 and the target's logit, [n, 1] each."""
+    target_logit = logits.gather(1, target)
+    top = logits.amax(-1, keepdim=True)
+    total = logits.sub_(top).exp_().sum(-1, keepdim=True)
+    return logits.div_(total), top.double() + total.double().log(), target_logit

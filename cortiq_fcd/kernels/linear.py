@@ -1,0 +1,38 @@
+"""Matrix product with a weight stored [out, in], and its two gradients.
+
+    y = x W^T + b          x [N, I], W [O, I], b [O], y [N, O]
+    dx = dy W              dW = dy^T x
+
+The bias is frozen in every use here, so it gets no gradient. `out=` writes into a given buffer (a slice of the flat
+gradient, for one), which saves a pass over memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """y = x W^T + b. Nothing needs saving beyond the arguments. Raises ValueError when the shapes don't meet."""
+    _check(x.shape[-1] == weight.shape[1] and x.dim() == weight.dim() == 2, x, weight)
+    if bias is None:
+        return torch.mm(x, weight.T, out=out)
+    return torch.addmm(bias, x, weight.T, out=out)
+
+
+def linear_bwd_input(dy: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """dx = dy W."""
+    _check(dy.shape[-1] == weight.shape[0] and dy.dim() == weight.dim() == 2, dy, weight)
+    return torch.mm(dy, weight, out=out)
+
+
+def linear_bwd_weight(dy: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """dW = dy^T x, summed over rows."""
+    _check(dy.shape[0] == x.shape[0] and dy.dim() == x.dim() == 2, dy, x)
+    return torch.mm(dy.T, x, out=out)
+
+
+def _check(ok: bool, a: Tensor, b: Tensor) -> None:
+    if not ok:
+        raise ValueError(f"linear: shapes {tuple(a.shape)} and {tuple(b.shape)} don't meet")

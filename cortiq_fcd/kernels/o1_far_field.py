@@ -1,0 +1,170 @@
+"""The far field of the O(1) kernel: rank-m weights of old keys, as running sums over chunks of rows.
+
+    weight of key j for row t = U_t . E_j,   U = exp(q Kt^T scale) M,   E = exp(Qt k^T scale)
+
+Chunk i of c rows sees three kinds of far keys: the base (sink .. seal - w, far for every row) and the blocks 0 .. i - 1 (c
+keys each) only through S_i = sum_j E_j v_j and Z_i = sum_j E_j; the keys of block i become far within the chunk (key u of
+the block is far for rows r > u) and are weighted one by one: the ramp.
+
+    S_0 = base;   S_i = S_{i-1} + block_{i-1}           (each at the scale of its running per-landmark maximum)
+    num_t = U_t S_i + sum_u ramp[t, u] v_u;   sum_t = U_t Z_i + sum_u ramp[t, u]
+
+Shifts: F = exp(. - max over landmarks) a row; E = exp(. - max over keys) a landmark and block; the weights on S and on a
+block are brought to at most 1 by one shift per row before they leave f64. All shifts are constants of the backward: they
+cancel in the kernel's quotient. Letters as in `o1_attention`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Far keys and values as slices of the padded window: base [B, G, K0, .] and blocks [B, G, n, c, .]."""
+
+    base_k: Tensor
+    base_v: Tensor
+    block_k: Tensor
+    block_v: Tensor
+
+
+@dataclass(frozen=True)
+class Far:
+    """Far-field factors of all rows after the seal. Leading axes [B, G, n, R]; base_e has no n."""
+
+    base_e: Tensor  # [B, G, R, m, K0]
+    block_e: Tensor  # [.., m, c]
+    S: Tensor  # [.., m, Dv]
+    Z: Tensor  # [.., m]
+    carry: Tensor  # [.., m]: S_i = carry_i S_{i-1} + entry_i block_{i-1}; unused at i = 0
+    entry: Tensor  # [.., m]
+    F: Tensor  # [.., c, m]
+    base_factor: Tensor  # [.., c, m] f64: U -> base_w
+    ramp_factor: Tensor  # [.., c, m] f64: U -> ramp_w
+    base_w: Tensor  # [.., c, m]: weight of S_i
+    ramp_w: Tensor  # [.., c, m]: weight of block i
+
+    def scaled(self, by: Tensor) -> Far:
+        """The same with every row's weights times `by` [.., c, 1] (0 drops the row's far field, gradient included)."""
+        return replace(
+            self,
+            base_factor=self.base_factor * by,
+            ramp_factor=self.ramp_factor * by,
+            base_w=self.base_w * by.to(self.base_w.dtype),
+            ramp_w=self.ramp_w * by.to(self.ramp_w.dtype),
+        )
+
+
+@dataclass(frozen=True)
+class Grads:
+    """Gradients of tail_q (scaled queries), of the landmarks, and of base and block keys and values."""
+
+    dtail_q: Tensor
+    dlandmark_q: Tensor
+    dlandmark_k: Tensor
+    dbase_k: Tensor
+    dbase_v: Tensor
+    dblock_k: Tensor
+    dblock_v: Tensor
+
+
+def far_field_fwd(tail_q: Tensor, keys: Keys, M: Tensor, scaled_Qt: Tensor, Kt: Tensor) -> tuple[Far, Tensor]:
+    """Factors and the shift of each row, [B, G, n, R, c, 1] in f64, for tail_q [B, G, n, R, c, D] = scaled queries.
+
+    scaled_Qt [B, G, R, m, D] = Qt * scale, Kt [B, G, m, D], M [B, G, R, m, m] f64.
+    """
+    B, G, n, R, c, D = tail_q.shape
+    m = M.shape[-1]
+    rows_Qt = scaled_Qt.reshape(B, G, R * m, D)
+    base_e, base_top = _exp((rows_Qt @ keys.base_k.mT).view(B, G, R, m, -1))
+    block_e, block_top = _exp((rows_Qt[:, :, None] @ keys.block_k.mT).view(B, G, n, R, m, c))
+    S, Z, run, carry, entry = _running_sums(base_e, base_top, block_e, block_top, keys)
+
+    logits = (tail_q.reshape(B, G, n, R * c, D) @ Kt[:, :, None].mT).view(B, G, n, R, c, m)
+    F, row_top = _exp(logits)
+    U = F.double() @ M[:, :, None]
+    base_log = row_top[..., None].double() + run[..., None, :].double()
+    ramp_log = row_top[..., None].double() + block_top[..., None, :].double()
+    magnitude = U.abs().log_()
+    shift = (magnitude + torch.maximum(base_log, ramp_log)).amax(-1, keepdim=True)
+    # A row whose U is 0 throughout has no far field; any finite shift will do.
+    shift = torch.where(shift.isfinite(), shift, torch.zeros_like(shift))
+    base_factor, ramp_factor = (base_log - shift).exp_(), (ramp_log - shift).exp_()
+    base_w, ramp_w = (U * base_factor).to(F.dtype), (U * ramp_factor).to(F.dtype)
+    return Far(base_e, block_e, S, Z, carry, entry, F, base_factor, ramp_factor, base_w, ramp_w), shift
+
+
+def far_field_bwd(
+    far: Far, g: Tensor, delta: Tensor, dramp: Tensor, tail_q: Tensor, keys: Keys, M: Tensor, scaled_Qt: Tensor, Kt: Tensor
+) -> Grads:
+    """Backward from g = dout / den [.., c, Dv], delta = g . out [.., c, 1], and dramp [.., c, c] (d of the ramp weights)."""
+    B, G, n, R, c, D = tail_q.shape
+    m, Dv = M.shape[-1], g.shape[-1]
+    dbase_w = (g @ far.S.mT).sub_(delta * far.Z.unsqueeze(-2))
+    dramp_w = dramp @ far.block_e.mT
+    dU = dbase_w.double().mul_(far.base_factor).add_(dramp_w.double().mul_(far.ramp_factor))
+    dlogits = (dU @ M[:, :, None].mT).mul_(far.F).to(g.dtype).view(B, G, n, R * c, m)
+    dtail_q = (dlogits @ Kt[:, :, None]).view(tail_q.shape)
+    dKt = (dlogits.mT @ tail_q.reshape(B, G, n, R * c, D)).sum(2)
+
+    dbase_S, dbase_Z, dblock_S, dblock_Z = _running_sums_bwd(far.base_w.mT @ g, -(far.base_w.mT @ delta), far)
+    rows_Qt = scaled_Qt.reshape(B, G, R * m, D)
+    dbase_e = (dbase_S.view(B, G, R * m, Dv) @ keys.base_v.mT).add_(dbase_Z.view(B, G, R * m, 1))
+    dbase_e.mul_(far.base_e.view(dbase_e.shape))
+    dblock_e = (dblock_S.view(B, G, n, R * m, Dv) @ keys.block_v.mT).add_(dblock_Z.view(B, G, n, R * m, 1))
+    dblock_e.add_((far.ramp_w.mT @ dramp).view(dblock_e.shape)).mul_(far.block_e.view(dblock_e.shape))
+    dQt = (dbase_e @ keys.base_k).add_((dblock_e @ keys.block_k).sum(2))
+    return Grads(
+        dtail_q=dtail_q,
+        dlandmark_q=dQt.view(B, G, R, m, D),
+        dlandmark_k=dKt,
+        dbase_k=dbase_e.mT @ rows_Qt,
+        dbase_v=far.base_e.view(B, G, R * m, -1).mT @ dbase_S.view(B, G, R * m, Dv),
+        dblock_k=dblock_e.mT @ rows_Qt[:, :, None],
+        dblock_v=far.block_e.view(B, G, n, R * m, c).mT @ dblock_S.view(B, G, n, R * m, Dv),
+    )
+
+
+def _exp(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(logits - max over the last axis), and that maximum."""
+    top = logits.amax(-1)
+    return (logits - top[..., None]).exp_(), top
+
+
+def _running_sums(
+    base_e: Tensor, base_top: Tensor, block_e: Tensor, block_top: Tensor, keys: Keys
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """S, Z, the running maxima that they are scaled by, and the factors carry and entry (see `Far`)."""
+    B, G, n, R, m, c = block_e.shape
+    base_S = (base_e.view(B, G, R * m, -1) @ keys.base_v).view(B, G, R, m, -1)
+    block_S = (block_e.view(B, G, n, R * m, c) @ keys.block_v).view(B, G, n, R, m, -1)
+    block_Z = block_e.sum(-1)
+    # The block that enters at chunk i is i - 1; the last block enters nowhere.
+    tops = torch.cat((base_top[:, :, None], block_top[:, :, :-1]), 2)
+    run = tops.cummax(2).values
+    entry = (tops - run).exp_()
+    carry = torch.cat((torch.ones_like(entry[:, :, :1]), (run[:, :, :-1] - run[:, :, 1:]).exp_()), 2)
+    S, Z = torch.empty_like(block_S), torch.empty_like(block_Z)
+    S[:, :, 0], Z[:, :, 0] = base_S, base_e.sum(-1)
+    for i in range(1, n):
+        torch.mul(S[:, :, i - 1], carry[:, :, i, ..., None], out=S[:, :, i])
+        S[:, :, i].addcmul_(block_S[:, :, i - 1], entry[:, :, i, ..., None])
+        Z[:, :, i] = Z[:, :, i - 1] * carry[:, :, i] + block_Z[:, :, i - 1] * entry[:, :, i]
+    return S, Z, run, carry, entry
+
+
+def _running_sums_bwd(dS: Tensor, dZ: Tensor, far: Far) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the base sums [B, G, R, m, .] and block sums [B, G, n, R, m, .] from dS and dZ [.., m, 1]."""
+    n = dS.shape[2]
+    dblock_S, dblock_Z = torch.zeros_like(dS), torch.zeros_like(dZ)
+    for i in range(n - 1, 0, -1):
+        entry, carry = far.entry[:, :, i, ..., None], far.carry[:, :, i, ..., None]
+        torch.mul(dS[:, :, i], entry, out=dblock_S[:, :, i - 1])
+        torch.mul(dZ[:, :, i], entry, out=dblock_Z[:, :, i - 1])
+        dS[:, :, i - 1].addcmul_(dS[:, :, i], carry)
+        dZ[:, :, i - 1].addcmul_(dZ[:, :, i], carry)
+    return dS[:, :, 0].contiguous(), dZ[:, :, 0].contiguous(), dblock_S, dblock_Z

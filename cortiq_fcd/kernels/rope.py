@@ -1,0 +1,57 @@
+"""Rotary position embedding of the first `rotary_dim` dimensions, half-split pairs (i, i + rotary_dim / 2).
+
+    y_i = x_i cos - x_{i+r/2} sin;   y_{i+r/2} = x_{i+r/2} cos + x_i sin;   angle = position * theta^(-2i/r)
+
+A rotation's Jacobian is itself, so the backward is the rotation by the negative angle. Source: Su et al. 2021
+(arXiv 2104.09864); the half-split pairing is that of the HuggingFace models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """cos and sin of the angles, [T, rotary_dim / 2] each."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def rows(self, start: int, stop: int) -> Rotation:
+        """The rotation of positions start to stop - 1."""
+        return Rotation(self.cos[start:stop], self.sin[start:stop])
+
+
+def rotation(positions: int, rotary_dim: int, theta: float, *, like: Tensor) -> Rotation:
+    """Angles for positions 0 .. positions - 1, computed in f64 on the CPU and rounded once to `like`'s dtype and device.
+
+    Raises ValueError for an odd rotary_dim.
+    """
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ValueError(f"rope: rotary_dim must be even and at least 2, got {rotary_dim}")
+    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
+    angle = torch.arange(positions, dtype=torch.float64)[:, None] * theta**-exponent
+    return Rotation(angle.cos().to(like), angle.sin().to(like))
+
+
+def rope_fwd(x: Tensor, rotation: Rotation, *, out: Tensor | None = None) -> Tensor:
+    """Rotate x [..., T, D] (any strides); the result is contiguous unless `out` is given. Raises ValueError on shapes."""
+    half = rotation.cos.shape[-1]
+    if x.shape[-2] != rotation.cos.shape[0] or x.shape[-1] < 2 * half:
+        raise ValueError(f"rope: x {tuple(x.shape)} and angles {tuple(rotation.cos.shape)} don't meet")
+    y = x.new_empty(x.shape) if out is None else out
+    low, high = x[..., :half], x[..., half : 2 * half]
+    torch.mul(low, rotation.cos, out=y[..., :half]).addcmul_(high, rotation.sin, value=-1)
+    torch.mul(high, rotation.cos, out=y[..., half : 2 * half]).addcmul_(low, rotation.sin)
+    if x.shape[-1] > 2 * half:
+        y[..., 2 * half :] = x[..., 2 * half :]
+    return y
+
+
+def rope_bwd(dy: Tensor, rotation: Rotation, *, out: Tensor | None = None) -> Tensor:
+    """Gradient of rope_fwd: the inverse rotation of dy [..., T, D]."""
+    return rope_fwd(dy, Rotation(rotation.cos, -rotation.sin), out=out)

@@ -1,0 +1,130 @@
+"""Which layers run the O(1) kernel and with what geometry: flag, else the file's own setting, else the default.
+
+Torch-free, so that `inspect` can tell it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cortiq_fcd.errors import ConfigError
+from cortiq_fcd.model.plan import ModelPlan
+
+DEFAULT_LANDMARKS = 32
+DEFAULT_WINDOW_TOKENS = 128
+DEFAULT_SINK_TOKENS = 4
+# The runtime builds no skeleton for a prompt that fits into window + sink + this many tokens (spec: "w + sink + 8").
+EXACT_MARGIN_TOKENS = 8
+
+
+def is_exact(seal: int, w: int, sink: int) -> bool:
+    """Whether a prompt pass of `seal` tokens stays on exact attention for ever."""
+    return seal <= w + sink + EXACT_MARGIN_TOKENS
+
+
+def landmark_count(seal: int, m: int) -> int:
+    """Landmarks that a prompt pass of `seal` tokens really gets: clamp(seal // 8, 4, m)."""
+    return min(max(seal // 8, 4), m)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The O(1) setting of a model. `m`, `w`, `sink` as in `provenance.o1_attn`; `seal` is the training windows' tp."""
+
+    layers: tuple[int, ...]
+    spec: str | tuple[int, ...]
+    m: int
+    w: int
+    sink: int
+    seal: int
+
+    def record(self) -> dict[str, Any]:
+        """The value of `provenance.o1_attn`."""
+        spec = self.spec if isinstance(self.spec, str) else list(self.spec)
+        return {"layers": spec, "m": self.m, "w": self.w, "sink": self.sink}
+
+
+def resolve_conversion(
+    plan: ModelPlan,
+    provenance: Any,
+    *,
+    layers: str | None,
+    m: int | None,
+    w: int | None,
+    sink: int | None,
+    prefill: int | None,
+    seq: int,
+) -> tuple[Conversion, list[str]]:
+    """Resolve every field on its own (null: the file's hint, then the default). Returns the setting and warnings.
+
+    Raises ConfigError (exit 2) for a set that can't be, and for windows so short that training would never meet the
+    O(1) kernel.
+    """
+    hint = provenance.get("o1_attn") if isinstance(provenance, dict) else None
+    hint = hint if isinstance(hint, dict) else {}
+    spec = parse_layers(layers, "--o1") if layers is not None else parse_layers(hint.get("layers", "all"), "o1_attn.layers")
+    m = _field("m", m, hint, DEFAULT_LANDMARKS, 4)
+    w = _field("w", w, hint, DEFAULT_WINDOW_TOKENS, 1)
+    sink = _field("sink", sink, hint, DEFAULT_SINK_TOKENS, 0)
+    chosen = expand_layers(spec, len(plan.layers))
+    seal = seq // 2 if prefill is None else prefill
+    if not 1 <= seal <= seq:
+        raise ConfigError(f"--prefill {seal}: expected 1 to --seq ({seq})")
+    if is_exact(seal, w, sink):
+        need = w + sink + EXACT_MARGIN_TOKENS + 1
+        raise ConfigError(
+            f"the prompt part of a training window is {seal} tokens, and with window {w} and sink {sink} the O(1) kernel "
+            f"starts after {need - 1}: training would only ever see exact attention",
+            hint=f"use --seq {2 * need} or more" if prefill is None else f"use --prefill {need} or more",
+        )
+    notes = []
+    if landmark_count(seal, m) < m:
+        notes.append(
+            f"training windows seal after {seal} tokens, so {landmark_count(seal, m)} landmarks are used there instead of {m}"
+        )
+    if seal == seq:
+        notes.append("--prefill equals --seq: no trained position goes through the O(1) kernel")
+    return Conversion(chosen, spec, m, w, sink, seal), notes
+
+
+def parse_layers(text: Any, where: str) -> str | tuple[int, ...]:
+    """`all`, `deepN`, or a list of layer numbers (text "i,j,k" or a JSON list). Raises ConfigError."""
+    if isinstance(text, list) and text and all(type(i) is int and i >= 0 for i in text):
+        return tuple(sorted(set(text)))
+    if isinstance(text, str):
+        if text == "all" or re.fullmatch(r"deep[1-9][0-9]{0,5}", text):
+            return text
+        if re.fullmatch(r"[0-9]{1,6}( *, *[0-9]{1,6})*", text):
+            return tuple(sorted({int(i) for i in text.split(",")}))
+    raise ConfigError(f"{where} {text!r} is not a set of layers", hint="use all, deepN (as deep8) or numbers (as 0,2,5)")
+
+
+def expand_layers(spec: str | tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Layer numbers of a parsed set, for a model of `count` layers. Raises ConfigError for what is not there."""
+    if spec == "all":
+        return tuple(range(count))
+    if isinstance(spec, str):
+        deepest = int(spec.removeprefix("deep"))
+        if deepest > count:
+            raise ConfigError(f"--o1 {spec}: the model has {count} layers", hint=f"use deep{count} or fewer")
+        return tuple(range(count - deepest, count))
+    if spec[-1] >= count:
+        raise ConfigError(f"--o1 names layer {spec[-1]}: the model has layers 0 to {count - 1}")
+    return spec
+
+
+def _field(name: str, flag: int | None, hint: Mapping[str, Any], default: int, least: int) -> int:
+    if flag is not None:
+        return flag
+    value = hint.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or value < least:
+        raise ConfigError(
+            f"the file's provenance.o1_attn.{name} is {value!r}; expected a whole number of at least {least}",
+            hint="give the value on the command line",
+        )
+    return value
