@@ -12,8 +12,6 @@ from cortiq_fcd.cli.settings import Flags, resolve, takes_settings, to_toml
 from cortiq_fcd.errors import CmfFormatError, ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from cortiq_fcd.display.guard import Guarded
 
 app = typer.Typer(
@@ -84,19 +82,19 @@ def polish(
 @app.command()
 def report(out: File, json: AsJson = False) -> None:
     """Show what a polish did: the record in the file, and FILE.report.json beside it when it is there."""
-    from cortiq_fcd.cli.reading import show_report
+    from cortiq_fcd.cli.reading import report_command
 
     _must_exist(out)
-    show_report(out, as_json=json, console=None if json else _console())
+    report_command(out, as_json=json)
 
 
 @app.command()
 def inspect(file: File, json: AsJson = False) -> None:
     """Show header, sections, tensors, the O(1) setting, and what polish could do with the file."""
-    from cortiq_fcd.cli.reading import show_inspection
+    from cortiq_fcd.cli.reading import inspect_command
 
     _must_exist(file)
-    show_inspection(file, as_json=json, console=None if json else _console())
+    inspect_command(file, as_json=json)
 
 
 @app.command()
@@ -125,7 +123,7 @@ def demo(
     listener = _listener(progress, quiet=False, verbose=False)
     from cortiq_fcd.cli.tour import run_tour
 
-    run_tour(folder, listener, _console())
+    run_tour(folder, listener)
 
 
 @app.command()
@@ -155,12 +153,6 @@ def _listener(progress: str, quiet: bool, verbose: bool) -> Guarded:
     if progress not in KINDS:
         raise ConfigError(f"--progress {progress!r} is not known", hint=f"one of {', '.join(KINDS)}")
     return make_listener(progress, sys.stderr, quiet=quiet, verbose=verbose)  # type: ignore[arg-type]
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(file=sys.stdout, highlight=False)
 
 
 def _must_exist(file: Path) -> None:

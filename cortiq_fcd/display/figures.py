@@ -62,3 +62,8 @@ def layers(numbers: list[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def printable(text: str) -> str:
+    """Text from a file, with everything that could steer a terminal escaped."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -21,14 +21,14 @@ GATE_ROWS = 16
 
 def show_report(report: Report, console: Console) -> None:
     """The whole report, fit for 80 columns."""
-    console.print(Text(sentence(report), style="bold"))
+    console.print(Text(figures.printable(sentence(report)), style="bold"))
     _section(console, "Perplexity (lower is better)", perplexity_table(report))
     _section(console, "Generation gate", gate_table(report.gate))
     _gate_words(report.gate, console)
     _curves(report, console)
     _section(console, "How it was made", facts_table(report_facts(report)))
     for message in report.warnings:
-        console.print(Text(f"! {message}", style="yellow"))
+        console.print(Text(figures.printable(f"! {message}"), style="yellow"))
 
 
 def show_record(record: dict[str, Any], console: Console) -> None:
@@ -104,7 +104,7 @@ def facts_table(facts: list[tuple[str, str]]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts:
-        table.add_row(Text(name), Text(value))
+        table.add_row(Text(figures.printable(name)), Text(figures.printable(value)))
     return table
 
 

@@ -1,0 +1,76 @@
+"""The commands that only read: `report` and `inspect`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from pydantic import ValidationError
+from rich.console import Console
+
+from cortiq_fcd.display.inspect_view import show_inspection
+from cortiq_fcd.display.report_view import show_record, show_report
+from cortiq_fcd.errors import ConfigError
+from cortiq_fcd.io.reader import open_model
+from cortiq_fcd.stages.inspection import inspect_model
+from cortiq_fcd.stages.report import Report
+
+
+def report_command(file: Path, *, as_json: bool) -> None:
+    """Print the report beside the file, or the record in it."""
+    with open_model(file) as model:
+        provenance = model.header.get("provenance") or {}
+        dir_hash = model.dir_hash
+    beside = report_beside(file, dir_hash)
+    record = provenance.get("fcd")
+    if as_json:
+        if beside is None:
+            raise ConfigError(
+                f"{report_path(file)}: there is no report of this file", hint="inspect --json prints its record"
+            )
+        sys.stdout.write(beside.to_json())
+        return
+    console = Console(file=sys.stdout, highlight=False)
+    if beside is not None:
+        show_report(beside, console)
+    elif isinstance(record, dict):
+        show_record(record, console)
+    else:
+        raise ConfigError(f"{file} was never polished: it has no provenance.fcd", hint="inspect shows what is in it")
+
+
+def report_path(file: Path) -> Path:
+    """Where a polish puts the report of a file."""
+    return file.with_name(file.name + ".report.json")
+
+
+def report_beside(file: Path, dir_hash: str) -> Report | None:
+    """The report beside a file, if it is whole and belongs to this file; else None, with a note on stderr."""
+    path = report_path(file)
+    if not path.exists():
+        return None
+    try:
+        report = Report.read(path)
+    except (OSError, ValidationError) as error:
+        _note(f"{path} is not a readable report ({str(error).splitlines()[0]})")
+        return None
+    if report.output.dir_hash != dir_hash:
+        _note(f"{path} tells of another file (hash {report.output.dir_hash}, this file has {dir_hash})")
+        return None
+    return report
+
+
+def inspect_command(file: Path, *, as_json: bool) -> None:
+    """Print what is in a file."""
+    with open_model(file) as model:
+        found = inspect_model(model, file)
+    if as_json:
+        sys.stdout.write(json.dumps(asdict(found), indent=2, ensure_ascii=False) + "\n")
+    else:
+        show_inspection(found, Console(file=sys.stdout, highlight=False))
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"note: {text}\n")
