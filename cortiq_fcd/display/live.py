@@ -14,7 +14,7 @@ from rich.text import Text
 from cortiq_fcd.display import figures
 from cortiq_fcd.display.curve import sparkline
 from cortiq_fcd.display.state import RunState, StageState, peak_rss_bytes
-from cortiq_fcd.events import DoneEvent, Event
+from cortiq_fcd.events import DoneEvent, Event, StepEvent
 
 REFRESH_PER_S = 4
 VERDICTS_SHOWN = 4
@@ -27,7 +27,8 @@ class LiveDisplay:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._state = RunState()
-        self._spinner = Spinner("dots" if _is_unicode(console) else "line")
+        self._unicode = _is_unicode(console)
+        self._spinner = Spinner("dots" if self._unicode else "line")
         self._live = Live(console=console, get_renderable=self.render, refresh_per_second=REFRESH_PER_S)
 
     def __call__(self, event: Event) -> None:
@@ -48,74 +49,75 @@ class LiveDisplay:
 
     def render(self) -> RenderableType:
         """The block as it is now. Every line is cut at the terminal's width, so that nothing wraps."""
-        return Group(*self._rows())
+        try:
+            return Group(*self._rows())
+        except Exception as error:  # in the refresh thread, where Guarded can't catch it
+            return Text(f"display: {error}")
 
     def _rows(self) -> Iterable[RenderableType]:
         for stage in list(self._state.stages.values()):
             yield self._stage(stage)
             if stage.name == "polish" and self._state.step is not None:
-                yield self._bar()
-                yield from self._numbers()
+                yield self._bar(self._state.step)
+                yield from self._numbers(self._state.step)
         yield from self._verdicts()
         if (peak := peak_rss_bytes()) is not None and self._state.stages:
-            yield _line(f"  memory      peak {figures.size(peak)}", "dim")
+            yield self._line(f"  memory      peak {figures.size(peak)}", "dim")
         for message in self._state.warnings[-WARNINGS_SHOWN:]:
-            yield _line(f"! {message}", "yellow")
+            yield self._line(f"! {message}", "yellow")
 
     def _stage(self, stage: StageState) -> RenderableType:
         row = Table.grid(padding=(0, 1), expand=True)
         row.add_column(width=1)
-        row.add_column(width=11, no_wrap=True)
-        row.add_column(width=12, no_wrap=True)
-        row.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        row.add_column(width=11)
+        row.add_column(width=12)
+        row.add_column(ratio=1)
         mark: RenderableType = self._spinner
         if stage.seconds is not None:
-            mark = Text("✓" if _is_unicode(self._console) else "+", style="green")
+            mark = Text("✓" if self._unicode else "+", style="green")
         took = "" if stage.seconds is None else figures.duration(stage.seconds)
-        row.add_row(mark, Text(stage.name), Text(took, style="dim"), Text(stage.detail, style="dim"))
+        row.add_row(mark, self._line(stage.name), self._line(took, "dim"), self._line(stage.detail, "dim"))
         return row
 
-    def _bar(self) -> RenderableType:
-        event = self._state.step
-        assert event is not None
+    def _bar(self, event: StepEvent) -> RenderableType:
         row = Table.grid(padding=(0, 1), expand=True)
         row.add_column(width=1)
         row.add_column(ratio=1)
-        row.add_column(no_wrap=True)
+        row.add_column()
         speed, left_s = self._state.tokens_per_s, self._state.time_left_s
         text = f"{event.step}/{event.steps}"
         text += f"  {speed:.0f} tokens/s" if speed is not None else ""
         text += f"  {figures.duration(left_s)} left" if left_s is not None and event.step < event.steps else ""
-        row.add_row("", ProgressBar(total=event.steps, completed=event.step), text)
+        row.add_row("", ProgressBar(total=event.steps, completed=event.step), self._line(text))
         return row
 
-    def _numbers(self) -> Iterable[RenderableType]:
-        state = self._state
-        step, evaluation = state.step, state.evaluation
-        assert step is not None
-        room = max(0, min(40, self._console.width - 32)) if _is_unicode(self._console) else 0
+    def _numbers(self, step: StepEvent) -> Iterable[RenderableType]:
+        state, evaluation = self._state, self._state.evaluation
+        room = max(0, min(40, self._console.width - 32)) if self._unicode else 0
         for name, value, curve in (
             ("ce", figures.nats(step.ce), state.ce),
             ("kl", figures.nats(step.kl), state.kl),
             ("gradient", f"{step.grad_norm:.3g}", state.grad_norm),
         ):
-            yield _line(f"  {name:<11} {value:<12} {sparkline(list(curve), room)}")
+            yield self._line(f"  {name:<11} {value:<12} {sparkline(list(curve), room)}")
         if evaluation is not None:
             text = f"  val ppl     {figures.perplexity(evaluation.ppl):<8}"
             if evaluation.best_step is not None:
                 text += f" best {figures.perplexity(evaluation.best_ppl)} @{evaluation.best_step}"
             text += f"  start {figures.perplexity(evaluation.start_ppl)}"
-            yield _line(f"{text}  exact attention {figures.perplexity(evaluation.teacher_ppl)}")
+            yield self._line(f"{text}  exact attention {figures.perplexity(evaluation.teacher_ppl)}")
 
     def _verdicts(self) -> Iterable[RenderableType]:
         for verdict in self._state.gates[-VERDICTS_SHOWN:]:
             style = "green" if verdict.passed else "red"
             word = "passed" if verdict.passed else "failed"
-            yield _line(f"  gate @{verdict.step:<5} {word}: loop scores {figures.scores(verdict.scores)}", style)
+            yield self._line(f"  gate @{verdict.step:<5} {word}: loop scores {figures.scores(verdict.scores)}", style)
 
-
-def _line(text: str, style: str = "") -> Text:
-    return Text(" ".join(text.splitlines()), style=style, no_wrap=True, overflow="ellipsis")
+    def _line(self, text: str, style: str = "") -> Text:
+        """One line that the terminal can encode, cut at its edge."""
+        encoding = self._console.encoding
+        known = " ".join(text.splitlines()).encode(encoding, "replace").decode(encoding)
+        return Text(known, style=style, no_wrap=True, overflow="ellipsis" if self._unicode else "crop")
 
 
 def _is_unicode(console: Console) -> bool:

@@ -28,7 +28,8 @@ def before_and_after(report: Report) -> tuple[str, Triple]:
 def _polished(report: Report) -> list[str]:
     name, ppl = before_and_after(report)
     head = "Polished, but worse than the conversion where it counts" if is_worse(report) else "Polished"
-    parts = [f"{head}: {name} {_arrow(ppl)}{_teacher(ppl)}{_kl(report)}"]
+    measured = "was not measured" if ppl.start is None or ppl.final is None else f"{_arrow(ppl)}{_teacher(ppl)}"
+    parts = [f"{head}: {name} {measured}{_kl(report)}"]
     parts[0] += f", chosen at step {report.best_step} of {report.steps_run}"
     whole = report.ppl.final_windows
     if ppl is not whole and whole.start is not None and whole.final is not None and whole.final > whole.start:
@@ -98,5 +99,5 @@ def _arrow(ppl: Triple) -> str:
 
 def _num(value: float | None) -> str:
     if value is None:
-        return "not measured"
+        return "?"
     return f"{value:.1f}" if value >= 30 else f"{value:.2f}"
