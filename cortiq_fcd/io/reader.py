@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -68,8 +68,8 @@ class CmfModel:
         arch: dict[str, Any] = self.header["arch"]
         return arch
 
-    def section(self, name: Literal["masks", "vocab", "index"]) -> bytes | None:
-        """A copy of a section (shard 1's), None if absent; CmfFormatError if it does not have its recorded hash."""
+    def section(self, name: str) -> bytes | None:
+        """A copy of "masks", "vocab" or "index" (shard 1's), None if absent; CmfFormatError if its hash is wrong."""
         first = self.files[0]
         span = first.envelope.spans[name]
         if not span.nbytes:

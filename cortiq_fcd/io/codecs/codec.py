@@ -20,7 +20,7 @@ F16_MAX = 65504.0
 
 
 class PayloadError(Exception):
-    """A payload or a shape that its dtype does not allow; `offset_bytes` counts from the payload's start (None: shape)."""
+    """A payload or a shape that its dtype does not allow; `offset_bytes` counts from the payload's start."""
 
     def __init__(
         self, what: str, *, offset_bytes: int | None = None, expected: object = None, got: object = None

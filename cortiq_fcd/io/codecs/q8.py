@@ -66,7 +66,7 @@ def encode_q8_2f(weights: Weights) -> Payload:
     matrix(weights.shape)
     require_finite(weights)
     col = f16_scales(_level_columns(np.abs(weights)))
-    levelled: Weights = weights / col.astype(np.float32)
+    levelled = np.divide(weights, col.astype(np.float32), dtype=np.float32)
     row = f16_scales(np.abs(levelled).max(axis=1, initial=0.0) / np.float32(127))
     q = quantise(levelled, row.astype(np.float32)[:, None], -127, 127)
     return np.concatenate([q.reshape(-1).view(np.uint8), row.view(np.uint8), col.view(np.uint8)])
