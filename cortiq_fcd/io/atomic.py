@@ -53,7 +53,7 @@ def check_output_path(source_paths: Iterable[Path], out: Path, force: bool) -> P
 
 
 def check_free_space(out: Path, nbytes: int) -> None:
-    """ResourceError unless the file system of `out` has room for `nbytes` more: a replaced file goes only afterwards."""
+    """ResourceError unless the file system of `out` has room for `nbytes` more: a replaced file goes only later."""
     free = shutil.disk_usage(Path(os.path.realpath(out)).parent).free
     if free < nbytes:
         raise ResourceError(

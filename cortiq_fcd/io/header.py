@@ -55,7 +55,7 @@ def parse_header(data: bytes, path: str | os.PathLike[str], offset_bytes: int) -
 
 def dump_header(header: dict[str, Any]) -> bytes:
     """The header's bytes, keys in the dict's order; ValueError for NaN or Infinity."""
-    return json.dumps(header, ensure_ascii=False, allow_nan=False).encode("utf-8")
+    return json.dumps(header, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
 
 
 def section_hash(header: dict[str, Any], section: str) -> int | None:

@@ -151,7 +151,7 @@ def _same(array: Array) -> Array:
 def _encoded(out: Path, name: str, dtype: DType, shape: tuple[int, ...], produce: Callable[[], Array]) -> _Tensor:
     def payload() -> tuple[int, Iterable[memoryview]]:
         encoded = _encode(out, name, dtype, shape, produce())
-        return encoded.size, [memoryview(encoded)]
+        return encoded.size, [encoded.data]
 
     return _Tensor(name, dtype, shape, payload)
 
