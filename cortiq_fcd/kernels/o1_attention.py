@@ -101,7 +101,7 @@ def o1_attention_fwd(q: Tensor, k: Tensor, v: Tensor, M: Tensor, geometry: Geome
     keys = _far_keys(k, v, geometry)
     near, ramp = _masks(geometry, q.device)
     far, far_top = far_field_fwd(tail_q, keys, M, scaled_Qt, Kt)
-    ramp_weights = (far.ramp_w @ far.block_e).mul_(ramp)
+    ramp_weights = (far.ramp_w @ far.block_e).masked_fill_(~ramp, 0)
     far_sum = (far.base_w * far.Z.unsqueeze(-2)).sum(-1, keepdim=True) + ramp_weights.sum(-1, keepdim=True)
 
     # One shift a row for both fields, the larger of the two, so that no weight exceeds 1.
@@ -113,7 +113,7 @@ def o1_attention_fwd(q: Tensor, k: Tensor, v: Tensor, M: Tensor, geometry: Geome
     far_scale = torch.where(keep, (far_top - top).exp(), 0.0)
     far = far.scaled(far_scale)
     weights = logits.sub_(top).exp_()
-    weights[..., sink : sink + c] += ramp_weights.mul_(far_scale)
+    weights[..., sink : sink + c] += ramp_weights.mul_(far_scale).to(weights.dtype)
 
     den = weights.sum(-1, keepdim=True) + (far.base_w * far.Z.unsqueeze(-2)).sum(-1, keepdim=True)
     den.clamp_min_(MIN_DENOMINATOR)
@@ -135,7 +135,7 @@ def o1_attention_bwd(dout: Tensor, saved: Saved) -> Grads:
 
     # Near keys and ramp share one weight matrix, at places that don't overlap.
     dweights = (_merge(g) @ _windows(saved.v, geometry).mT).view(weights.shape).sub_(delta)
-    dramp = dweights[..., sink : sink + c] * ramp
+    dramp = dweights[..., sink : sink + c].double() * ramp
     dlogits = dweights.mul_(weights).mul_(near)
     dk, dv = torch.zeros_like(saved.k), torch.zeros_like(saved.v)
     _add_windows(_merge(dlogits).mT @ _merge(tail_q), dk, geometry)

@@ -9,9 +9,11 @@ the block is far for rows r > u) and are weighted one by one: the ramp.
     S_0 = base;   S_i = S_{i-1} + block_{i-1}           (each at the scale of its running per-landmark maximum)
     num_t = U_t S_i + sum_u ramp[t, u] v_u;   sum_t = U_t Z_i + sum_u ramp[t, u]
 
-Shifts: F = exp(. - max over landmarks) a row; E = exp(. - max over keys) a landmark and block; the weights on S and on a
-block are brought to at most 1 by one shift per row before they leave f64. All shifts are constants of the backward: they
-cancel in the kernel's quotient. Letters as in `o1_attention`.
+Shifts: F = exp(. - max over landmarks) a row; E = exp(. - max over keys) a landmark and block; one more shift per row,
+the largest term among the keys that the row can see, brings its weights to at most 1. All shifts are constants of the
+backward: they cancel in the kernel's quotient. The ramp is f64 throughout: a block's maximum may belong to a key that is
+far for the last rows only, and in f32 it would flush the block's other keys, and with them the far field of the rows
+before, to 0. F is f64 because M can outweigh it. Letters as in `o1_attention`.
 """
 
 from __future__ import annotations
@@ -37,16 +39,16 @@ class Far:
     """Far-field factors of all rows after the seal. Leading axes [B, G, n, R]; base_e has no n."""
 
     base_e: Tensor  # [B, G, R, m, K0]
-    block_e: Tensor  # [.., m, c]
+    block_e: Tensor  # [.., m, c] f64
     S: Tensor  # [.., m, Dv]
     Z: Tensor  # [.., m]
     carry: Tensor  # [.., m]: S_i = carry_i S_{i-1} + entry_i block_{i-1}; unused at i = 0
     entry: Tensor  # [.., m]
-    F: Tensor  # [.., c, m]
+    F: Tensor  # [.., c, m] f64
     base_factor: Tensor  # [.., c, m] f64: U -> base_w
     ramp_factor: Tensor  # [.., c, m] f64: U -> ramp_w
     base_w: Tensor  # [.., c, m]: weight of S_i
-    ramp_w: Tensor  # [.., c, m]: weight of block i
+    ramp_w: Tensor  # [.., c, m] f64: weight of block i
 
     def scaled(self, by: Tensor) -> Far:
         """The same with every row's weights times `by` [.., c, 1] (0 drops the row's far field, gradient included)."""
@@ -55,7 +57,7 @@ class Far:
             base_factor=self.base_factor * by,
             ramp_factor=self.ramp_factor * by,
             base_w=self.base_w * by.to(self.base_w.dtype),
-            ramp_w=self.ramp_w * by.to(self.ramp_w.dtype),
+            ramp_w=self.ramp_w * by,
         )
 
 
@@ -75,38 +77,51 @@ class Grads:
 def far_field_fwd(tail_q: Tensor, keys: Keys, M: Tensor, scaled_Qt: Tensor, Kt: Tensor) -> tuple[Far, Tensor]:
     """Factors and the shift of each row, [B, G, n, R, c, 1] in f64, for tail_q [B, G, n, R, c, D] = scaled queries.
 
+    The shift is -inf for a row without far field.
     scaled_Qt [B, G, R, m, D] = Qt * scale, Kt [B, G, m, D], M [B, G, R, m, m] f64.
     """
     B, G, n, R, c, D = tail_q.shape
     m = M.shape[-1]
+    dtype = tail_q.dtype
     rows_Qt = scaled_Qt.reshape(B, G, R * m, D)
     base_e, base_top = _exp((rows_Qt @ keys.base_k.mT).view(B, G, R, m, -1))
-    block_e, block_top = _exp((rows_Qt[:, :, None] @ keys.block_k.mT).view(B, G, n, R, m, c))
-    S, Z, run, carry, entry = _running_sums(base_e, base_top, block_e, block_top, keys)
+    block_logits = (rows_Qt[:, :, None] @ keys.block_k.mT).view(B, G, n, R, m, c)
+    block_e, block_top = _exp(block_logits.double())
+    S, Z, run, carry, entry = _running_sums(base_e, base_top, block_e.to(dtype), block_top.to(dtype), keys)
 
     logits = (tail_q.reshape(B, G, n, R * c, D) @ Kt[:, :, None].mT).view(B, G, n, R, c, m)
-    F, row_top = _exp(logits)
-    U = F.double() @ M[:, :, None]
-    base_log = row_top[..., None].double() + run[..., None, :].double()
-    ramp_log = row_top[..., None].double() + block_top[..., None, :].double()
-    magnitude = U.abs().log_()
-    shift = (magnitude + torch.maximum(base_log, ramp_log)).amax(-1, keepdim=True)
-    # A row whose U is 0 throughout has no far field; any finite shift will do.
-    shift = torch.where(shift.isfinite(), shift, torch.zeros_like(shift))
-    base_factor, ramp_factor = (base_log - shift).exp_(), (ramp_log - shift).exp_()
-    base_w, ramp_w = (U * base_factor).to(F.dtype), (U * ramp_factor).to(F.dtype)
-    return Far(base_e, block_e, S, Z, carry, entry, F, base_factor, ramp_factor, base_w, ramp_w), shift
+    F, row_top = _exp(logits.double())
+    U = F @ M[:, :, None]
+    base_log = row_top[..., None] + run[..., None, :].double()
+    ramp_log = row_top[..., None] + block_top[..., None, :]
+    seen_log = torch.maximum(base_log, row_top[..., None] + _ramp_top(block_logits))
+    top = (U.abs().log_() + seen_log).amax(-1, keepdim=True)
+    # A row whose U is 0 throughout has no far field: its top is -inf, and any finite shift will do.
+    shift = torch.where(top == -torch.inf, torch.zeros_like(top), top)
+    base_factor = (base_log - shift).exp_()
+    # Above 700 only where the block's largest key is still near: its weight is masked, but must not be inf * 0.
+    ramp_factor = (ramp_log - shift).clamp_max_(700).exp_()
+    base_w, ramp_w = (U * base_factor).to(dtype), U * ramp_factor
+    return Far(base_e, block_e, S, Z, carry, entry, F, base_factor, ramp_factor, base_w, ramp_w), top
 
 
 def far_field_bwd(
-    far: Far, g: Tensor, delta: Tensor, dramp: Tensor, tail_q: Tensor, keys: Keys, M: Tensor, scaled_Qt: Tensor, Kt: Tensor
+    far: Far,
+    g: Tensor,
+    delta: Tensor,
+    dramp: Tensor,
+    tail_q: Tensor,
+    keys: Keys,
+    M: Tensor,
+    scaled_Qt: Tensor,
+    Kt: Tensor,
 ) -> Grads:
-    """Backward from g = dout / den [.., c, Dv], delta = g . out [.., c, 1], and dramp [.., c, c] (d of the ramp weights)."""
+    """Backward from g = dout / den [.., c, Dv], delta = g . out [.., c, 1], dramp [.., c, c] f64 (of the ramp weights)."""
     B, G, n, R, c, D = tail_q.shape
     m, Dv = M.shape[-1], g.shape[-1]
     dbase_w = (g @ far.S.mT).sub_(delta * far.Z.unsqueeze(-2))
     dramp_w = dramp @ far.block_e.mT
-    dU = dbase_w.double().mul_(far.base_factor).add_(dramp_w.double().mul_(far.ramp_factor))
+    dU = dbase_w.double().mul_(far.base_factor).add_(dramp_w.mul_(far.ramp_factor))
     dlogits = (dU @ M[:, :, None].mT).mul_(far.F).to(g.dtype).view(B, G, n, R * c, m)
     dtail_q = (dlogits @ Kt[:, :, None]).view(tail_q.shape)
     dKt = (dlogits.mT @ tail_q.reshape(B, G, n, R * c, D)).sum(2)
@@ -116,7 +131,8 @@ def far_field_bwd(
     dbase_e = (dbase_S.view(B, G, R * m, Dv) @ keys.base_v.mT).add_(dbase_Z.view(B, G, R * m, 1))
     dbase_e.mul_(far.base_e.view(dbase_e.shape))
     dblock_e = (dblock_S.view(B, G, n, R * m, Dv) @ keys.block_v.mT).add_(dblock_Z.view(B, G, n, R * m, 1))
-    dblock_e.add_((far.ramp_w.mT @ dramp).view(dblock_e.shape)).mul_(far.block_e.view(dblock_e.shape))
+    dramp_e = (far.ramp_w.mT @ dramp).view(dblock_e.shape)
+    dblock_e = dramp_e.add_(dblock_e).mul_(far.block_e.view(dblock_e.shape)).to(g.dtype)
     dQt = (dbase_e @ keys.base_k).add_((dblock_e @ keys.block_k).sum(2))
     return Grads(
         dtail_q=dtail_q,
@@ -125,7 +141,7 @@ def far_field_bwd(
         dbase_k=dbase_e.mT @ rows_Qt,
         dbase_v=far.base_e.view(B, G, R * m, -1).mT @ dbase_S.view(B, G, R * m, Dv),
         dblock_k=dblock_e.mT @ rows_Qt[:, :, None],
-        dblock_v=far.block_e.view(B, G, n, R * m, c).mT @ dblock_S.view(B, G, n, R * m, Dv),
+        dblock_v=far.block_e.view(B, G, n, R * m, c).mT.to(g.dtype) @ dblock_S.view(B, G, n, R * m, Dv),
     )
 
 
@@ -133,6 +149,12 @@ def _exp(logits: Tensor) -> tuple[Tensor, Tensor]:
     """exp(logits - max over the last axis), and that maximum."""
     top = logits.amax(-1)
     return (logits - top[..., None]).exp_(), top
+
+
+def _ramp_top(block_logits: Tensor) -> Tensor:
+    """Largest logit [.., c, m] (f64) among the keys u < r of the block [.., m, c], for each row r; -inf for row 0."""
+    running = block_logits.cummax(-1).values[..., :-1].double()
+    return torch.cat((torch.full_like(block_logits[..., :1], -torch.inf, dtype=torch.float64), running), -1).mT
 
 
 def _running_sums(

@@ -46,7 +46,9 @@ class StreamState:
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
 
 
-def seal_stream(q: Tensor, k: Tensor, v: Tensor, *, landmark_count: int, window: int, sink: int, scale: float) -> StreamState:
+def seal_stream(
+    q: Tensor, k: Tensor, v: Tensor, *, landmark_count: int, window: int, sink: int, scale: float
+) -> StreamState:
     """The state after an exact prompt pass with q [B, G, R, T, D], k [B, G, T, D], v [B, G, T, Dv].
 
     Raises ValueError when the prompt leaves nothing to the far field (the caller then stays on exact attention).
@@ -79,15 +81,17 @@ def seal_stream(q: Tensor, k: Tensor, v: Tensor, *, landmark_count: int, window:
 def stream_step(state: StreamState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention output [B, G, R, Dv] of the next token; the state moves on by one. Raises ValueError on shapes."""
     if q.shape[:3] != state.M.shape[:3] or k.shape != q.shape[:2] + q.shape[3:] or v.shape[:2] != k.shape[:2]:
-        raise ValueError(f"stream_step: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} don't meet the state")
+        raise ValueError(
+            f"stream_step: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} don't meet the state"
+        )
     _advance(state, k, v)
     near_logits = (q * state.scale) @ state.near_k.mT
     near_top = near_logits.amax(-1, keepdim=True)
 
-    logits = q @ state.scaled_Kt.mT
+    logits = (q @ state.scaled_Kt.mT).double()
     row_top = logits.amax(-1, keepdim=True)
-    U = ((logits - row_top).exp_().double().unsqueeze(-2) @ state.M).squeeze(-2)
-    log_scale = row_top.double() + state.run.double()
+    U = ((logits - row_top).exp_().unsqueeze(-2) @ state.M).squeeze(-2)
+    log_scale = row_top + state.run.double()
     far_top = (U.abs().log_() + log_scale).amax(-1, keepdim=True)
     far_top = torch.where(far_top.isfinite(), far_top, near_top)
     far_weights = (U * (log_scale - far_top).exp_()).to(q.dtype)

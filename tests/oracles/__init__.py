@@ -1,0 +1,1 @@
+"""One naive reference per op: plain formulas in f64, gradients by torch.autograd. Slow, and meant to be obvious."""
