@@ -65,7 +65,11 @@ def resolve_conversion(
     """
     hint = provenance.get("o1_attn") if isinstance(provenance, dict) else None
     hint = hint if isinstance(hint, dict) else {}
-    spec = parse_layers(layers, "--o1") if layers is not None else parse_layers(hint.get("layers", "all"), "o1_attn.layers")
+    spec = (
+        parse_layers(layers, "--o1")
+        if layers is not None
+        else parse_layers(hint.get("layers", "all"), "o1_attn.layers")
+    )
     m = _field("m", m, hint, DEFAULT_LANDMARKS, 4)
     w = _field("w", w, hint, DEFAULT_WINDOW_TOKENS, 1)
     sink = _field("sink", sink, hint, DEFAULT_SINK_TOKENS, 0)
@@ -99,7 +103,9 @@ def parse_layers(text: Any, where: str) -> str | tuple[int, ...]:
             return text
         if re.fullmatch(r"[0-9]{1,6}( *, *[0-9]{1,6})*", text):
             return tuple(sorted({int(i) for i in text.split(",")}))
-    raise ConfigError(f"{where} {text!r} is not a set of layers", hint="use all, deepN (as deep8) or numbers (as 0,2,5)")
+    raise ConfigError(
+        f"{where} {text!r} is not a set of layers", hint="use all, deepN (as deep8) or numbers (as 0,2,5)"
+    )
 
 
 def expand_layers(spec: str | tuple[int, ...], count: int) -> tuple[int, ...]:

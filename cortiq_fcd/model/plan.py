@@ -162,7 +162,9 @@ class _Tensors:
 
     def take(self, name: str, *shape: int) -> str:
         if name not in self._tensors:
-            raise UnsupportedModelError(name, f"the model needs this tensor (shape {list(shape)}) and the file has none")
+            raise UnsupportedModelError(
+                name, f"the model needs this tensor (shape {list(shape)}) and the file has none"
+            )
         got = tuple(self._tensors[name].shape)
         if got != shape:
             raise UnsupportedModelError(name, f"expected shape {list(shape)}, got {list(got)}")

@@ -24,14 +24,20 @@ class O1Config(_Config):
     m: int | None = Field(default=None, ge=4, description="landmarks per query head; default 32")
     w: int | None = Field(default=None, ge=1, description="window of exact recent keys, tokens; default 128")
     sink: int | None = Field(default=None, ge=0, description="permanent exact first keys, tokens; default 4")
-    prefill: int | None = Field(default=None, ge=1, description="seal point in training windows, tokens; default seq // 2")
+    prefill: int | None = Field(
+        default=None, ge=1, description="seal point in training windows, tokens; default seq // 2"
+    )
 
 
 class CorpusConfig(_Config):
     """Where the training and validation tokens come from."""
 
-    train: Path | None = Field(default=None, description="UTF-8 text, or .npy/.json token ids; default: the built-in text")
-    val: Path | None = Field(default=None, description="validation text or ids; default: the last tenth of the training tokens")
+    train: Path | None = Field(
+        default=None, description="UTF-8 text, or .npy/.json token ids; default: the built-in text"
+    )
+    val: Path | None = Field(
+        default=None, description="validation text or ids; default: the last tenth of the training tokens"
+    )
     max_train_bytes: int = Field(default=2_000_000, ge=1, description="text beyond this many bytes is cut off")
     max_val_bytes: int = Field(default=200_000, ge=1, description="text beyond this many bytes is cut off")
 

@@ -1,0 +1,57 @@
+"""AdamW over one flat buffer, with the global gradient norm clipped first.
+
+    scale = 1 / (norm + 1e-6) when norm > 1;   g <- g scale
+    m <- b1 m + (1 - b1) g;   v <- b2 v + (1 - b2) g^2
+    p <- p (1 - lr decay);   p <- p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+Source: Loshchilov and Hutter 2019 (arXiv 1711.05101); eps and the order of the divisions as in the common libraries.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BETA1, BETA2 = 0.9, 0.999
+EPS = 1e-8
+WEIGHT_DECAY = 0.01
+MAX_NORM = 1.0
+# Elements worked on at a time: parameter, gradient, both moments and a temporary of this size stay in a core's cache.
+SLICE = 1 << 16
+
+
+@dataclass
+class Moments:
+    """Optimizer state: both moments [P] and the number of steps taken."""
+
+    first: Tensor
+    second: Tensor
+    steps: int = 0
+
+
+def new_moments(parameters: Tensor) -> Moments:
+    """Zero moments for flat parameters [P]."""
+    return Moments(torch.zeros_like(parameters), torch.zeros_like(parameters))
+
+
+def gradient_norm(gradient: Tensor) -> float:
+    """Euclidean norm of the flat gradient [P]; slices are summed in f64."""
+    return math.sqrt(sum(float(torch.dot(part, part)) for part in gradient.split(SLICE)))
+
+
+def adamw_step(parameters: Tensor, gradient: Tensor, moments: Moments, lr: float, norm: float) -> None:
+    """Update parameters [P] and moments in place from gradient [P], whose norm (before clipping) is `norm`."""
+    moments.steps += 1
+    clip = 1 / (norm + 1e-6) if norm > MAX_NORM else 1.0
+    step_size = lr / (1 - BETA1**moments.steps)
+    root_correction = math.sqrt(1 - BETA2**moments.steps)
+    slices = (t.split(SLICE) for t in (parameters, gradient, moments.first, moments.second))
+    for p, g, first, second in zip(*slices, strict=True):
+        g = g * clip
+        first.lerp_(g, 1 - BETA1)
+        second.mul_(BETA2).addcmul_(g, g, value=1 - BETA2)
+        denominator = torch.sqrt(second).div_(root_correction).add_(EPS)
+        p.mul_(1 - lr * WEIGHT_DECAY).addcdiv_(first, denominator, value=-step_size)

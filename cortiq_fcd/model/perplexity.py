@@ -1,0 +1,28 @@
+"""Validation perplexity: exp of the mean NLL over windows."""
+
+from __future__ import annotations
+
+import math
+
+from cortiq_fcd.kernels.ce_kl import nll_sum
+from cortiq_fcd.model.replica import Replica, hidden_states
+from cortiq_fcd.model.windows import Ids, validation_offsets, windows
+
+
+def window_perplexity(replica: Replica, ids: Ids, seq: int, batch: int, rounds: int, *, student: bool) -> float:
+    """Perplexity over `rounds` * `batch` evenly spaced windows of `seq` tokens: the student's through its O(1) kernel,
+    sealed as in training, or the teacher's.
+    """
+    return perplexity_at(replica, ids, validation_offsets(len(ids), seq, rounds * batch), seq, batch, student=student)
+
+
+def perplexity_at(replica: Replica, ids: Ids, offsets: list[int], seq: int, batch: int, *, student: bool) -> float:
+    """Perplexity over the windows of `seq` tokens at `offsets`, `batch` at a time."""
+    total = 0.0
+    for start in range(0, len(offsets), batch):
+        inputs, targets = windows(ids, offsets[start : start + batch], seq, replica.weights.embed.device)
+        hidden = hidden_states(replica, inputs, student=student, seal=replica.conversion.seal if student else None)
+        total += nll_sum(hidden, replica.weights.head, targets.reshape(-1))
+    mean = total / (len(offsets) * seq)
+    # exp overflows past 709 nats, which only a broken model reaches.
+    return math.exp(mean) if mean < 700 else math.inf

@@ -1,0 +1,47 @@
+"""Which tokens are trained on and which validate: SplitMix64 windows, and evenly spaced ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ids = NDArray[np.int64]
+_MASK = (1 << 64) - 1
+QUICK_ROUNDS = 2
+FINAL_ROUNDS = 6
+
+
+@dataclass
+class SplitMix64:
+    """The 64-bit generator of Steele, Lea and Flood 2014; its whole state is one integer."""
+
+    state: int
+
+    def next_u64(self) -> int:
+        """The next number, 0 to 2^64 - 1."""
+        self.state = (self.state + 0x9E3779B97F4A7C15) & _MASK
+        z = self.state
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        return z ^ (z >> 31)
+
+
+def training_offsets(generator: SplitMix64, tokens: int, seq: int, batch: int) -> list[int]:
+    """Offsets of the next `batch` training windows of `seq` tokens in a text of `tokens`."""
+    return [generator.next_u64() % (tokens - seq - 1) for _ in range(batch)]
+
+
+def validation_offsets(tokens: int, seq: int, count: int) -> list[int]:
+    """Offsets of `count` validation windows, spread over a text of `tokens`."""
+    stride = max(1, (tokens - seq - 1) // count)
+    return [min(i * stride, tokens - seq - 1) for i in range(count)]
+
+
+def windows(ids: Ids, offsets: list[int], seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token windows [B, seq] and their targets (shifted by one), int64."""
+    rows = torch.from_numpy(np.stack([ids[o : o + seq + 1] for o in offsets])).to(device)
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

@@ -1,0 +1,108 @@
+"""What passes from stage to stage: frozen values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from cortiq_fcd.io.layout import DType
+from cortiq_fcd.model.replica import Replica
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The gate's verdict over one checkpoint: the loop score of each prompt, 0 to 1."""
+
+    scores: tuple[float, ...]
+    passed: bool
+
+
+Judge = Callable[[Replica], Judgement]
+"""Judges the replica's present masters through the served kernel."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How checkpoints are judged, and the verdict over step 0, the conversion as it is, which is every score's baseline."""
+
+    judge: Judge
+    start: Judgement
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step; ce and kl are means over its positions, unweighted, in nats.
+
+    `skipped`: the gradient was not finite, nothing was changed.
+    """
+
+    step: int
+    ce: float
+    kl: float
+    grad_norm: float
+    seconds: float
+    offsets: tuple[int, ...]
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A checkpoint's quick-window perplexity, and the gate's verdict where it was asked. Step 0 is the conversion."""
+
+    step: int
+    ppl: float
+    judgement: Judgement | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the polish loop found. The replica's masters hold the weights of `best_step` (0: the frozen ones)."""
+
+    best_step: int
+    best_ppl: float
+    teacher_ppl: float
+    evaluations: tuple[Evaluation, ...]
+    steps: tuple[Step, ...]
+    passed: bool
+    diverged: bool
+    gate_seconds: float
+
+    @property
+    def start_ppl(self) -> float:
+        """Quick-window perplexity of the conversion as it is."""
+        return self.evaluations[0].ppl
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Perplexities of one set of weights on windows that chose nothing, and KL to the teacher in nats.
+
+    `final`: the six-round windows; `served`: their positions after the seal, through the streaming kernel for a student and
+    exact for the teacher; `untouched`: windows that neither chose nor judged anything (null: there are none).
+    """
+
+    final: float
+    served: float
+    kl_served: float = 0.0
+    untouched: float | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The same figures for the teacher, the conversion as it is, and the weights of OUT."""
+
+    teacher: Figures
+    start: Figures
+    final: Figures
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Trained tensors as they will stand in OUT: f32 values, or an encoded payload (uint8). Empty at identity."""
+
+    tensors: Mapping[str, tuple[DType, NDArray[Any]]]
+    notes: tuple[str, ...] = ()

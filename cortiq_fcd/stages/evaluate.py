@@ -1,0 +1,71 @@
+"""Before and after, on windows that chose nothing: whole windows, served positions, and text that nothing touched."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from cortiq_fcd.kernels.ce_kl import chunk_rows, kl_rows, nll_sum
+from cortiq_fcd.model.decode import served_hidden
+from cortiq_fcd.model.perplexity import perplexity_at, window_perplexity
+from cortiq_fcd.model.replica import Replica, hidden_states
+from cortiq_fcd.model.windows import FINAL_ROUNDS, QUICK_ROUNDS, Ids, validation_offsets, windows
+from cortiq_fcd.stages.artefacts import Figures
+from cortiq_fcd.stages.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Offsets in the validation ids: the six-round windows, and windows that neither chose nor judged anything."""
+
+    val: Ids
+    final: tuple[int, ...]
+    untouched: tuple[int, ...]
+
+
+def select_windows(config: TrainConfig, val: Ids, gate_offsets: tuple[int, ...], gate_tokens: int) -> Windows:
+    """The windows to measure on. `gate_offsets`: where the gate's prompts of `gate_tokens` begin."""
+    quick = validation_offsets(len(val), config.seq, QUICK_ROUNDS * config.batch)
+    final = validation_offsets(len(val), config.seq, FINAL_ROUNDS * config.batch)
+    length = config.seq + 1  # with the last target
+    taken = [(o, o + length) for o in quick + final] + [(o, o + gate_tokens) for o in gate_offsets]
+    free, at = [], 0
+    for start, stop in [*sorted(taken), (len(val), len(val))]:
+        free += range(at, start - length + 1, length)
+        at = max(at, stop)
+    wanted = QUICK_ROUNDS * config.batch
+    step = max(1, len(free) // wanted)
+    return Windows(val, tuple(final), tuple(free[::step][:wanted]))
+
+
+def run(config: TrainConfig, replica: Replica, where: Windows, *, student: bool) -> Figures:
+    """Figures of the present masters, or (student false) of the teacher."""
+    final = window_perplexity(replica, where.val, config.seq, config.batch, FINAL_ROUNDS, student=student)
+    served, kl = _served(config, replica, where, student=student)
+    untouched = None
+    if where.untouched:
+        untouched = perplexity_at(replica, where.val, list(where.untouched), config.seq, config.batch, student=student)
+    return Figures(final, served, kl, untouched)
+
+
+def _served(config: TrainConfig, replica: Replica, where: Windows, *, student: bool) -> tuple[float, float]:
+    """Perplexity and mean KL to the teacher at the positions from the seal on."""
+    seal, head = replica.conversion.seal, replica.weights.head
+    nll = kl = 0.0
+    # All windows move in step through the decoder: the larger the batch, the fewer the passes over the weights.
+    ids, targets = windows(where.val, list(where.final), config.seq, head.device)
+    count = ids.shape[0] * (config.seq - seal)
+    if count == 0:
+        return math.nan, math.nan
+    teacher = torch.cat(
+        [hidden_states(replica, part, student=False).unflatten(0, part.shape) for part in ids.split(config.batch)]
+    )[:, seal:].flatten(0, 1)
+    student_rows = served_hidden(replica, ids, seal, student=True, served=True).flatten(0, 1) if student else teacher
+    nll = nll_sum(student_rows, head, targets[:, seal:].reshape(-1))
+    if student:
+        rows = chunk_rows(head.shape[0], head.element_size(), 4)
+        parts = zip(student_rows.split(rows), teacher.split(rows), strict=True)
+        kl = sum(float(kl_rows(a, b, head).sum(dtype=torch.float64)) for a, b in parts)
+    return math.exp(min(nll / count, 700.0)), kl / count

@@ -1,0 +1,12 @@
+"""Stage 2: teacher and student over the frozen weights."""
+
+from __future__ import annotations
+
+from cortiq_fcd.model.conversion import Conversion
+from cortiq_fcd.model.replica import Replica, new_replica
+from cortiq_fcd.model.weights import FrozenWeights
+
+
+def run(conversion: Conversion, weights: FrozenWeights) -> Replica:
+    """A replica whose trainable tensors start as the file's."""
+    return new_replica(weights, conversion)
