@@ -66,7 +66,9 @@ def causal_attention_fwd(
 
 
 def causal_attention_bwd(dout: Tensor, saved: Saved) -> Grads:
-    """Gradients of causal_attention_fwd for dout [B, G, R, T, Dv]."""
+    """Gradients of causal_attention_fwd for dout [B, G, R, T, Dv]. Raises ValueError when dout has another shape."""
+    if dout.shape != saved.out.shape:
+        raise ValueError(f"causal_attention: dout {tuple(dout.shape)} and out {tuple(saved.out.shape)} don't meet")
     q, k, v, scale = saved.q, saved.k, saved.v, saved.scale
     B, G, R, T, D = q.shape
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)

@@ -51,12 +51,11 @@ def ce_kl(
 
     `teacher_head` [V, C] only when the teacher has a head of its own. Raises ValueError when the shapes don't meet.
     """
-    if student.shape != teacher.shape or student.shape[-1] != head.shape[-1] or targets.shape != student.shape[:1]:
-        raise ValueError(
-            f"ce_kl: student {tuple(student.shape)}, teacher {tuple(teacher.shape)}, head {tuple(head.shape)}, "
-            f"targets {tuple(targets.shape)} don't meet"
-        )
+    _check(student, head, targets)
+    _check_teacher(student, teacher, head, teacher_head)
     N = student.shape[0]
+    if N == 0:
+        raise ValueError("ce_kl: no rows to take a mean over")
     dhidden = torch.empty_like(student)
     ce = torch.zeros((), dtype=torch.float64, device=student.device)
     kl = torch.zeros_like(ce)
@@ -79,7 +78,12 @@ def ce_kl(
 
 
 def kl_rows(student: Tensor, teacher: Tensor, head: Tensor, *, teacher_head: Tensor | None = None) -> Tensor:
-    """KL(teacher || student) of each row, [N], for student and teacher [N, C] (one chunk: N * V logits)."""
+    """KL(teacher || student) of each row, [N], for student and teacher [N, C] (one chunk: N * V logits).
+
+    Raises ValueError when the shapes don't meet.
+    """
+    _check(student, head)
+    _check_teacher(student, teacher, head, teacher_head)
     z_s, z_t = _logits(student, teacher, head, teacher_head)
     none = torch.zeros(student.shape[0], 1, dtype=torch.int64, device=student.device)
     log_ratio = z_s - z_t
@@ -90,7 +94,11 @@ def kl_rows(student: Tensor, teacher: Tensor, head: Tensor, *, teacher_head: Ten
 
 
 def nll_sum(hidden: Tensor, head: Tensor, targets: Tensor, *, budget_bytes: int = CHUNK_BYTES) -> float:
-    """Sum over rows of -log softmax(hidden head^T)[target], in nats: hidden [N, C], head [V, C], targets [N]."""
+    """Sum over rows of -log softmax(hidden head^T)[target], in nats: hidden [N, C], head [V, C], targets [N].
+
+    Raises ValueError when the shapes don't meet.
+    """
+    _check(hidden, head, targets)
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     rows = chunk_rows(head.shape[0], hidden.element_size(), 2, budget_bytes)
     for start in range(0, hidden.shape[0], rows):
@@ -114,3 +122,17 @@ def _softmax_(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     top = logits.amax(-1, keepdim=True)
     total = logits.sub_(top).exp_().sum(-1, keepdim=True)
     return logits.div_(total), top.double() + total.double().log(), target_logit
+
+
+def _check(hidden: Tensor, head: Tensor, targets: Tensor | None = None) -> None:
+    if hidden.dim() != 2 or head.dim() != 2 or hidden.shape[1] != head.shape[1]:
+        raise ValueError(f"ce_kl: rows {tuple(hidden.shape)} and head {tuple(head.shape)} don't meet")
+    if targets is not None and targets.shape != hidden.shape[:1]:
+        raise ValueError(f"ce_kl: rows {tuple(hidden.shape)} and targets {tuple(targets.shape)} don't meet")
+
+
+def _check_teacher(student: Tensor, teacher: Tensor, head: Tensor, teacher_head: Tensor | None) -> None:
+    if teacher.shape != student.shape:
+        raise ValueError(f"ce_kl: student {tuple(student.shape)} and teacher {tuple(teacher.shape)} don't meet")
+    if teacher_head is not None and teacher_head.shape != head.shape:
+        raise ValueError(f"ce_kl: head {tuple(head.shape)} and teacher head {tuple(teacher_head.shape)} don't meet")

@@ -43,4 +43,6 @@ def landmark_inverse(landmark_q: Tensor, landmark_k: Tensor, scale: float) -> Te
         ridge = torch.where(bad, ridge * 10, ridge)
         factor, failed = torch.linalg.cholesky_ex(gram + ridge * eye)
     inverse = torch.cholesky_solve(kernel.mT.contiguous(), factor)
-    return torch.where((failed != 0)[..., None, None], eye / mean_diagonal, inverse) * (-top).exp()
+    # Au^T Au carries the largest logit twice, so the last resort owes it twice.
+    last_resort = eye / mean_diagonal * (-top).exp()
+    return torch.where((failed != 0)[..., None, None], last_resort, inverse) * (-top).exp()

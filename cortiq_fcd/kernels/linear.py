@@ -15,7 +15,9 @@ from torch import Tensor
 
 def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """y = x W^T + b. Nothing needs saving beyond the arguments. Raises ValueError when the shapes don't meet."""
-    _check(x.shape[-1] == weight.shape[1] and x.dim() == weight.dim() == 2, x, weight)
+    _check(x.dim() == weight.dim() == 2 and x.shape[1] == weight.shape[1], x, weight)
+    if bias is not None:
+        _check(bias.shape == weight.shape[:1], bias, weight)
     if bias is None:
         return torch.mm(x, weight.T, out=out)
     return torch.addmm(bias, x, weight.T, out=out)
@@ -23,13 +25,13 @@ def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Te
 
 def linear_bwd_input(dy: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
     """dx = dy W."""
-    _check(dy.shape[-1] == weight.shape[0] and dy.dim() == weight.dim() == 2, dy, weight)
+    _check(dy.dim() == weight.dim() == 2 and dy.shape[1] == weight.shape[0], dy, weight)
     return torch.mm(dy, weight, out=out)
 
 
 def linear_bwd_weight(dy: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """dW = dy^T x, summed over rows."""
-    _check(dy.shape[0] == x.shape[0] and dy.dim() == x.dim() == 2, dy, x)
+    _check(dy.dim() == x.dim() == 2 and dy.shape[0] == x.shape[0], dy, x)
     return torch.mm(dy.T, x, out=out)
 
 

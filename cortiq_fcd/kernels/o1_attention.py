@@ -125,7 +125,11 @@ def o1_attention_fwd(q: Tensor, k: Tensor, v: Tensor, M: Tensor, geometry: Geome
 
 
 def o1_attention_bwd(dout: Tensor, saved: Saved) -> Grads:
-    """Gradients of o1_attention_fwd for dout [B, G, R, T, Dv]; M is a constant."""
+    """Gradients of o1_attention_fwd for dout [B, G, R, T, Dv]; M is a constant.
+
+    Raises ValueError when dout has another shape.
+    """
+    _check_dout(dout, saved)
     geometry, tail_q, weights = saved.geometry, saved.tail_q, saved.weights
     seal, c, sink, T = geometry.seal, geometry.chunk, geometry.sink, saved.rows
     keys = _far_keys(saved.k, saved.v, geometry)
@@ -231,7 +235,15 @@ def _check(q: Tensor, k: Tensor, v: Tensor, M: Tensor, geometry: Geometry) -> No
         raise ValueError(
             f"o1_attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, M {tuple(M.shape)} don't meet"
         )
+    if M.shape[3] != M.shape[4]:
+        raise ValueError(f"o1_attention: M {tuple(M.shape)} is not square")
     if M.dtype != torch.float64:
         raise ValueError(f"o1_attention: M must be f64, got {M.dtype}")
-    if geometry.window < 1 or not geometry.window + geometry.sink <= geometry.seal < q.shape[3]:
+    if geometry.window < 1 or geometry.sink < 0 or not geometry.window + geometry.sink <= geometry.seal < q.shape[3]:
         raise ValueError(f"o1_attention: {geometry} leaves no far field in {q.shape[3]} rows")
+
+
+def _check_dout(dout: Tensor, saved: Saved) -> None:
+    B, G, _, R, _, Dv = saved.tail_out.shape
+    if dout.shape != (B, G, R, saved.rows, Dv):
+        raise ValueError(f"o1_attention: dout {tuple(dout.shape)}, expected {(B, G, R, saved.rows, Dv)}")

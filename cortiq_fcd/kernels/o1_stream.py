@@ -53,8 +53,13 @@ def seal_stream(
 
     Raises ValueError when the prompt leaves nothing to the far field (the caller then stays on exact attention).
     """
-    T = k.shape[2]
-    if T <= window + sink:
+    T = k.shape[2] if k.dim() == 4 else 0
+    fits = q.dim() == 5 and k.dim() == v.dim() == 4
+    if not fits or (*q.shape[:2], *q.shape[3:]) != k.shape or k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"seal_stream: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} don't meet")
+    if window < 1 or sink < 0:
+        raise ValueError(f"seal_stream: window {window}, sink {sink}")
+    if window + sink >= T:
         raise ValueError(f"seal_stream: a prompt of {T} tokens does not reach past window {window} + sink {sink}")
     Qt, Kt = landmarks(q, k, T, landmark_count)
     M = landmark_inverse(Qt, Kt[:, :, None], scale)

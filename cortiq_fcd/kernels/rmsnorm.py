@@ -43,7 +43,9 @@ def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool) -> tup
 
 
 def rmsnorm_bwd(dy: Tensor, saved: Saved) -> Grads:
-    """Gradients of rmsnorm_fwd for dy [N, C]."""
+    """Gradients of rmsnorm_fwd for dy [N, C]. Raises ValueError when dy has another shape."""
+    if dy.shape != saved.x.shape:
+        raise ValueError(f"rmsnorm: dy {tuple(dy.shape)} and x {tuple(saved.x.shape)} don't meet")
     x, gain, inv = saved.x, saved.gain, saved.inv
     # One product dy * x serves both sums: rows weighted by the gain, columns weighted by inv.
     product = dy * x

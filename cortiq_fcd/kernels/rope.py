@@ -41,7 +41,7 @@ def rotation(positions: int, rotary_dim: int, theta: float, *, like: Tensor) -> 
 def rope_fwd(x: Tensor, rotation: Rotation, *, out: Tensor | None = None) -> Tensor:
     """Rotate x [..., T, D] (any strides); the result is contiguous unless `out` is given. Raises ValueError on shapes."""
     half = rotation.cos.shape[-1]
-    if x.shape[-2] != rotation.cos.shape[0] or x.shape[-1] < 2 * half:
+    if x.dim() < 2 or x.shape[-2] != rotation.cos.shape[0] or x.shape[-1] < 2 * half:
         raise ValueError(f"rope: x {tuple(x.shape)} and angles {tuple(rotation.cos.shape)} don't meet")
     y = x.new_empty(x.shape) if out is None else out
     low, high = x[..., :half], x[..., half : 2 * half]

@@ -39,8 +39,10 @@ def swiglu_fwd(gate: Tensor, up: Tensor) -> tuple[Tensor, Saved]:
 
 
 def swiglu_bwd(dy: Tensor, saved: Saved) -> Grads:
-    """Gradients of swiglu_fwd for dy [N, F]."""
+    """Gradients of swiglu_fwd for dy [N, F]. Raises ValueError when dy has another shape."""
     gate, up = saved.gate, saved.up
+    if dy.shape != gate.shape:
+        raise ValueError(f"swiglu: dy {tuple(dy.shape)} and gate {tuple(gate.shape)} don't meet")
     rows, width = dy.shape
     dgate_up = dy.new_empty(rows, 2 * width)
     dgate, dup = dgate_up[:, :width], dgate_up[:, width:]
