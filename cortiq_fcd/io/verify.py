@@ -170,4 +170,4 @@ def _hash_fault(file: CmfFile, part: str, span: Span, recorded: int, actual: int
 
 
 def _fault(error: CmfFormatError) -> Finding:
-    return Finding("fault", error.path, error.message.removeprefix(f"{error.path}: "))
+    return Finding("fault", error.path, error.message.removeprefix(error.path).lstrip(": "))

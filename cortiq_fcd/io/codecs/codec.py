@@ -113,9 +113,8 @@ def f16_scales(scales: Weights) -> npt.NDArray[np.float16]:
 
 
 def quantise(weights: Weights, scales: Weights, low: int, high: int) -> npt.NDArray[np.int8]:
-    """round(weights / scales), ties away from zero, clipped to low .. high; 0 where the scale is 0. They broadcast."""
+    """round(weights / scales), ties to even, clipped to low .. high; 0 where the scale is 0. They broadcast."""
     with np.errstate(under="ignore", over="ignore"):
         ratio = np.divide(weights, scales, out=np.zeros_like(weights), where=scales != 0)
-    rounded = np.trunc(ratio + np.copysign(np.float32(0.5), ratio))
-    q: npt.NDArray[np.int8] = np.clip(rounded, low, high).astype(np.int8)
+    q: npt.NDArray[np.int8] = np.clip(np.rint(ratio), low, high).astype(np.int8)
     return q

@@ -137,7 +137,10 @@ def _scaled_digits(tiles: npt.NDArray[np.void]) -> Weights:
     for start in range(0, tiles.size, _BLOCK_TILES):
         block = tiles[start : start + _BLOCK_TILES]
         digits = np.take(_TERNARY, block["digits"], axis=0).reshape(block.size, -1)[:, :GROUP]
-        np.multiply(digits, block["scale"].astype(np.float32)[:, None], out=weights[start : start + _BLOCK_TILES])
+        scales, some = block["scale"].astype(np.float32), weights[start : start + _BLOCK_TILES]
+        np.multiply(digits, scales[:, None], out=some)
+        if not np.isfinite(scales).all():
+            some[digits == 0] = 0  # digit 0 is 0 under any scale, and 0 * Inf is not
     return weights
 
 

@@ -66,7 +66,8 @@ def encode_q8_2f(weights: Weights) -> Payload:
     matrix(weights.shape)
     require_finite(weights)
     col = f16_scales(_level_columns(np.abs(weights)))
-    levelled = np.divide(weights, col.astype(np.float32), dtype=np.float32)
+    with np.errstate(over="ignore"):  # an infinite scale is refused next
+        levelled = np.divide(weights, col.astype(np.float32), dtype=np.float32)
     row = f16_scales(np.abs(levelled).max(axis=1, initial=0.0) / np.float32(127))
     q = quantise(levelled, row.astype(np.float32)[:, None], -127, 127)
     return np.concatenate([q.reshape(-1).view(np.uint8), row.view(np.uint8), col.view(np.uint8)])
@@ -80,7 +81,7 @@ def _times_rows(payload: Payload, rows: int, cols: int) -> Weights:
 
 
 def _level_columns(magnitudes: Weights) -> Weights:
-    """Column scales of geometric mean 1 under which (with the best row scales) no row or column is much the largest.
+    """Column scales (of geometric mean 1, where f16 allows) under which (with the best row scales) no row or column is much the largest.
 
     Each round moves half of every row's and column's excess, as a square root, into its scale: a damped form of
     equilibrating a matrix by its largest entries. Moving all of it at once would favour whichever side goes first.
@@ -91,8 +92,11 @@ def _level_columns(magnitudes: Weights) -> Weights:
         row_excess, col_excess = _root_of_max(left, axis=1), _root_of_max(left, axis=0)
         left /= row_excess[:, None] * col_excess
         col *= col_excess
-    col /= np.exp(np.log(col).mean()) if col.size else 1.0
-    return np.clip(col, _F16_MIN_NORMAL, 1 / _F16_MIN_NORMAL).astype(np.float32)
+    if not col.size:
+        return col.astype(np.float32)
+    col /= np.exp(np.log(col).mean())
+    col /= max(1.0, col.max() * _F16_MIN_NORMAL)  # a huge column pushes the others down rather than being cut
+    return np.maximum(col, _F16_MIN_NORMAL).astype(np.float32)
 
 
 def _root_of_max(magnitudes: npt.NDArray[np.float64], axis: int) -> npt.NDArray[np.float64]:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cortiq_fcd.io.codecs.codec import (
+    F16_MAX,
     Payload,
     PayloadError,
     Shape,
@@ -179,9 +180,10 @@ def _pack_rows(q: npt.NDArray[np.int16], width: int) -> Payload:
 
 
 def _quantise_rows(grouped: Weights, width: int) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.int16]]:
-    """Scales [rows, groups] and signed values [rows, groups, 32] at one width."""
+    """Scales [rows, groups] and signed values [rows, groups, 32] at one width; EncodeError if the widest is too narrow."""
     top = (1 << (width - 1)) - 1
-    scales = f16_scales(np.abs(grouped).max(axis=2, initial=0.0) / np.float32(top))
+    wanted = np.abs(grouped).max(axis=2, initial=0.0) / np.float32(top)
+    scales = f16_scales(wanted if width == WIDTHS[-1] else np.minimum(wanted, np.float32(F16_MAX)))
     return scales, quantise(grouped, scales.astype(np.float32)[:, :, None], -top, top).astype(np.int16)
 
 
