@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from cortiq_fcd.kernels import o1_attention, rmsnorm
@@ -30,7 +29,7 @@ from cortiq_fcd.model.weights import FrozenWeights
 
 @dataclass(frozen=True)
 class Masters:
-    """Master copies of the trainable tensors: one flat f32 buffer, and the same numbers by layer and by tensor name."""
+    """Master copies of the trainable tensors: one flat buffer, and the same numbers by layer and by tensor name."""
 
     flat: Tensor
     layers: Mapping[int, Trainable]
@@ -96,7 +95,7 @@ def reset_masters(replica: Replica) -> None:
 def _flat_views(weights: FrozenWeights, trained: tuple[int, ...]) -> Masters:
     """A flat buffer with room for the trainable tensors of the given layers, in the recipe's order."""
     sizes = {i: [(layer := weights.layers[i]).input_norm, layer.post_norm, layer.gate_up, layer.down] for i in trained}
-    flat = torch.zeros(sum(t.numel() for parts in sizes.values() for t in parts), device=weights.embed.device)
+    flat = weights.embed.new_zeros(sum(t.numel() for parts in sizes.values() for t in parts))
     pieces = iter(flat.split([t.numel() for parts in sizes.values() for t in parts]))
     layers, named = {}, {}
     for i, parts in sizes.items():

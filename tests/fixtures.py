@@ -1,0 +1,185 @@
+"""Tiny random models, a tiny tokenizer and text for it, and where the reference data lies. One torch thread for all."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+from tokenizers import Regex, models, pre_tokenizers
+from torch import Tensor
+
+from cortiq_fcd.io.layout import DType
+from cortiq_fcd.io.writer import create_model
+from cortiq_fcd.model.conversion import Conversion
+from cortiq_fcd.model.plan import ModelPlan, plan_model
+from cortiq_fcd.model.replica import Replica, new_replica
+from cortiq_fcd.model.weights import FrozenWeights, load_weights
+
+torch.set_num_threads(1)
+
+GOLDEN = Path(__file__).resolve().parents[1].parent / "shared" / "golden"
+NO_GOLDEN = f"no reference data at {GOLDEN}"
+
+ALPHABET = " .abcdefghijklmnopqrstuvwxyz\n"
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A random model: sizes by the house's letters, and which of the optional tensors it has."""
+
+    C: int = 16
+    H: int = 4
+    G: int = 2
+    D: int = 8
+    F: int = 24
+    V: int = len(ALPHABET)
+    layers: int = 3
+    tied: bool = True
+    qk_norm: bool = True
+    biases: str = ""  # of q, k, v, o
+    arch: Mapping[str, Any] = field(default_factory=dict)  # further keys
+    seed: int = 0
+
+    def header(self) -> dict[str, Any]:
+        arch = {
+            "arch_name": "tiny",
+            "hidden_size": self.C,
+            "intermediate_size": self.F,
+            "num_layers": self.layers,
+            "num_attention_heads": self.H,
+            "num_kv_heads": self.G,
+            "head_dim": self.D,
+            "vocab_size": self.V,
+            "layer_types": ["FullAttention"] * self.layers,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": self.tied,
+            **self.arch,
+        }
+        return {"format": "cmf", "version": 2, "arch": arch, "quant_type": "f32"}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        rows = {"q": self.H * self.D, "k": self.G * self.D, "v": self.G * self.D, "o": self.C}
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.V, self.C)}
+        for i in range(self.layers):
+            layer = f"model.layers.{i}."
+            shapes[layer + "input_layernorm.weight"] = (self.C,)
+            shapes[layer + "post_attention_layernorm.weight"] = (self.C,)
+            for name, out in rows.items():
+                shapes[f"{layer}self_attn.{name}_proj.weight"] = (out, self.H * self.D if name == "o" else self.C)
+                if name in self.biases:
+                    shapes[f"{layer}self_attn.{name}_proj.bias"] = (out,)
+            if self.qk_norm:
+                shapes[layer + "self_attn.q_norm.weight"] = shapes[layer + "self_attn.k_norm.weight"] = (self.D,)
+            shapes[layer + "mlp.gate_proj.weight"] = shapes[layer + "mlp.up_proj.weight"] = (self.F, self.C)
+            shapes[layer + "mlp.down_proj.weight"] = (self.C, self.F)
+        shapes["model.norm.weight"] = (self.C,)
+        if not self.tied:
+            shapes["lm_head.weight"] = (self.V, self.C)
+        return shapes
+
+    def arrays(self) -> Arrays:
+        """Weights of about the size that a trained model has: gains near 1, products that keep the variance."""
+        rng = np.random.default_rng(self.seed)
+        plus_one = self.arch.get("norm_style") == "gemma"
+        arrays = {}
+        for name, shape in self.shapes().items():
+            values = rng.standard_normal(shape)
+            if "norm" in name:
+                values = 0.2 * values + (0 if plus_one else 1)
+            elif name.endswith("bias"):
+                values *= 0.3
+            else:
+                values /= np.sqrt(shape[1]) * (1 if "embed" in name or "lm_head" in name else 0.8)
+            arrays[name] = values.astype(np.float32)
+        return arrays
+
+    def plan(self) -> ModelPlan:
+        return plan_model(Source(self.header(), {name: Shape(shape) for name, shape in self.shapes().items()}))
+
+    def weights(self) -> FrozenWeights:
+        arrays = self.arrays()
+        return load_weights(self.plan(), lambda name: torch.from_numpy(arrays[name]), torch.device("cpu"))
+
+    def replica(self, conversion: Conversion) -> Replica:
+        return new_replica(self.weights(), conversion)
+
+    def write(self, path: Path, *, dtype: DType = DType.F32, tokenizer: bytes | None = None, **header: Any) -> Path:
+        """The model as a file: matrices as `dtype`, vectors f32, further header keys at the end."""
+        return write_arrays(path, self.header() | header, self.arrays(), dtype=dtype, tokenizer=tokenizer)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a plan sees of a tensor."""
+
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Source:
+    """What a plan sees of a file."""
+
+    header: dict[str, Any]
+    tensors: dict[str, Shape]
+    required_features: int = 1
+
+
+def write_arrays(
+    path: Path, header: dict[str, Any], arrays: Arrays, *, dtype: DType = DType.F32, tokenizer: bytes | None = None
+) -> Path:
+    """Arrays as a model file; an array that is uint8 is an f32 payload, written as it is."""
+    create_model(
+        path,
+        header=header,
+        tensors=[
+            (name, DType.F32 if array.ndim == 1 else dtype, array.shape, lambda array=array: array)
+            for name, array in arrays.items()
+        ],
+        vocab=tokenizer,
+    )
+    return path
+
+
+def tiny_tokenizer() -> bytes:
+    """A tokenizer.json with one id a character of ALPHABET."""
+    codec = tokenizers.Tokenizer(models.WordLevel({c: i for i, c in enumerate(ALPHABET)}, unk_token=" "))
+    codec.pre_tokenizer = pre_tokenizers.Split(Regex("(?s)."), "isolated")
+    return codec.to_str().encode()
+
+
+def tiny_text(characters: int, seed: int = 0) -> str:
+    """Sentences over a dozen words: enough order for a tiny model to learn something in a few steps."""
+    words = "the cat sat on a mat and saw one bird fly by".split()
+    rng = random.Random(seed)
+    text = ""
+    while len(text) < characters:
+        text += " ".join(rng.choice(words) for _ in range(6)) + ".\n"
+    return text[:characters]
+
+
+def in_f64(weights: FrozenWeights) -> FrozenWeights:
+    """The same weights in f64."""
+    layers = tuple(
+        replace(
+            layer,
+            **{name: value.double() for name, value in vars(layer).items() if isinstance(value, Tensor)},
+        )
+        for layer in weights.layers
+    )
+    embed = weights.embed.double()
+    head = embed if weights.plan.tied else weights.head.double()
+    return replace(weights, embed=embed, layers=layers, final_norm=weights.final_norm.double(), head=head)
+
+
+def golden_json(name: str) -> dict[str, Any]:
+    """A JSON file of the reference data."""
+    record: dict[str, Any] = json.loads((GOLDEN / name).read_text("utf-8"))
+    return record
