@@ -115,6 +115,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> None:
 
 
 def causal_attention_step(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attention output [B, G, R, Dv] of one new token q [B, G, R, D] over all keys so far, its own included."""
+    """Attention output [B, G, R, Dv] of one new token q [B, G, R, D] over all keys so far, its own included.
+
+    Raises ValueError when the shapes don't meet.
+    """
+    fits = q.dim() == k.dim() == v.dim() == 4
+    if not fits or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3] or k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"causal_attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} don't meet")
     logits = (q * scale) @ k.mT
     return torch.softmax(logits, -1) @ v

@@ -25,7 +25,7 @@ def landmark_inverse(landmark_q: Tensor, landmark_k: Tensor, scale: float) -> Te
 
     Raises ValueError when the shapes don't meet.
     """
-    if landmark_q.shape[-2:] != landmark_k.shape[-2:]:
+    if landmark_q.dim() < 2 or landmark_q.shape[-2:] != landmark_k.shape[-2:]:
         raise ValueError(f"landmark_inverse: {tuple(landmark_q.shape)} and {tuple(landmark_k.shape)} don't meet")
     logits = landmark_q.double() @ landmark_k.double().mT * scale
     top = logits.amax((-1, -2), keepdim=True)
