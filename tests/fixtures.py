@@ -157,7 +157,7 @@ def tiny_tokenizer() -> bytes:
 
 def tiny_text(characters: int, seed: int = 0) -> str:
     """Sentences over a dozen words: enough order for a tiny model to learn something in a few steps."""
-    words = "the cat sat on a mat and saw one bird fly by".split()
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "bird", "fly", "by"]
     rng = random.Random(seed)
     text = ""
     while len(text) < characters:

@@ -89,7 +89,7 @@ def loss_and_gradients(
     targets: Tensor,
     kl_weight: float,
 ) -> tuple[float, float, dict[str, Tensor]]:
-    """(ce, kl, gradient of every trained tensor): `tensors` are the teacher, with `trained` in their place the student."""
+    """(ce, kl, gradient of every trained tensor). `tensors` are the teacher; with `trained` put in, the student."""
     leaves = {name: t.detach().clone().requires_grad_() for name, t in trained.items()}
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
     with torch.no_grad():
@@ -98,4 +98,4 @@ def loss_and_gradients(
     ce = loss.ce(rows, head, targets.flatten()).mean()
     kl = loss.kl(rows, teacher, head).mean()
     ((1 - kl_weight) * ce + kl_weight * kl).backward()
-    return float(ce), float(kl), {name: leaf.grad for name, leaf in leaves.items()}
+    return ce.item(), kl.item(), {name: leaf.grad for name, leaf in leaves.items()}
