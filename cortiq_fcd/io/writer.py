@@ -19,6 +19,7 @@ from cortiq_fcd.errors import CmfFormatError, ConfigError, NonFiniteWeightsError
 from cortiq_fcd.io import layout
 from cortiq_fcd.io.atomic import check_free_space, check_output_path, write_atomically
 from cortiq_fcd.io.codecs import CODECS, EncodeError, PayloadError
+from cortiq_fcd.io.codecs.codec import grouped_matrix
 from cortiq_fcd.io.container import TensorRecord
 from cortiq_fcd.io.hashing import Hasher, hash64
 from cortiq_fcd.io.header import dump_header, parse_header
@@ -115,7 +116,9 @@ def create_model(
     given = {layout.MASKS: masks, layout.VOCAB: vocab, layout.INDEX: index}
     sections = {name: data for name, data in given.items() if data}
     target = check_output_path([], out, force)
-    check_free_space(target, sum(CODECS[t.dtype].nbytes(t.shape) for t in plan if t.dtype not in _SIZED_BY_PAYLOAD))
+    check_free_space(
+        target, sum(_encoded_bytes(t.name, t.dtype, t.shape) for t in plan if t.dtype not in _SIZED_BY_PAYLOAD)
+    )
     features = layout.FEATURE_MASKS if masks else 0
     size, dir_hash = _write(target, _final_header(header, sections, out), features, plan, sections)
     return WrittenFile(Path(out), size, dir_hash, 0, len(plan))
@@ -132,16 +135,25 @@ def expected_bytes(source: CmfModel, *, header: dict[str, Any], replace: Mapping
     at += layout.directory_bytes(list(source.tensors))
     data_at = layout.align(at, layout.DATA_ALIGN)
     for name, record in source.tensors.items():
-        nbytes = _encoded_bytes(replace[name], record.shape) if name in replace else record.nbytes
+        nbytes = _encoded_bytes(name, replace[name], record.shape) if name in replace else record.nbytes
         at = _start(at, data_at, nbytes) + nbytes
     return at + sum(sections.values())
 
 
-def _encoded_bytes(dtype: DType, shape: tuple[int, ...]) -> int:
-    if dtype != DType.VBIT_RO:
-        return CODECS[dtype].nbytes(shape)
-    rows, cols = shape
-    return rows + 2 * rows * (cols // layout.GROUP) + 4 * (rows + 1) + rows * cols
+def _encoded_bytes(name: str, dtype: DType, shape: tuple[int, ...]) -> int:
+    """Payload size; for vbit_ro the largest possible. ConfigError when the dtype can't hold the shape."""
+    try:
+        if dtype != DType.VBIT_RO:
+            return CODECS[dtype].nbytes(shape)
+        rows, groups = grouped_matrix(shape)
+        return rows + 2 * rows * groups + 4 * (rows + 1) + rows * groups * layout.GROUP
+    except PayloadError as error:
+        raise _shape_fault(name, dtype, shape, error) from None
+
+
+def _shape_fault(name: str, dtype: DType, shape: tuple[int, ...], error: PayloadError) -> ConfigError:
+    what = f"tensor {name!r} {list(shape)} can't be {dtype.label}: {error.what}"
+    return ConfigError(what, hint="f32, f16 and bf16 hold any shape")
 
 
 def _same(array: Array) -> Array:
@@ -170,7 +182,7 @@ def _encode(out: Path, name: str, dtype: DType, shape: tuple[int, ...], array: A
     except EncodeError as error:
         raise _encode_fault(out, name, dtype, error) from None
     except PayloadError as error:
-        raise ConfigError(f"{out}: tensor {name!r} {list(shape)} can't be {dtype.label}: {error.what}") from None
+        raise _shape_fault(name, dtype, shape, error) from None
 
 
 def _encode_fault(out: Path, name: str, dtype: DType, error: EncodeError) -> CmfFormatError | ConfigError:

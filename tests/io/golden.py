@@ -1,4 +1,4 @@
-"""Where the reference data lies: beside the checkout. Tests that need it are skipped, with the reason, where it is not."""
+"""Where the reference data lies: beside the checkout. Where it is not, tests that need it are skipped with a reason."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray | bytes
     """(header, tensors as f32 arrays or, for other dtypes, their bytes, sections)."""
     data = Path(path).read_bytes()
     magic, version, _, features, *rest = struct.unpack_from("<4s3I14Q", data)
-    assert magic == b"CMF\x01" and version == 2 and features & 1 and not features & ~0b1100111, "envelope"
+    assert (magic, version, features & 1, features & ~0b1100111) == (b"CMF\x01", 2, 1, 0), "envelope"
     spans = dict(zip(SECTIONS, zip(rest[0:12:2], rest[1:12:2], strict=True), strict=True))
     parts = {name: data[off : off + length] for name, (off, length) in spans.items()}
     assert all(len(parts[name]) == length for name, (_, length) in spans.items()), "section past the end"
@@ -49,7 +49,8 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray | bytes
         name = parts["dir"][pool + name_off :][:name_len].decode("utf-8")
         off, nbytes, recorded = rest[6:]
         payload = parts["data"][off : off + nbytes]
-        assert name not in tensors and len(payload) == nbytes and off % 64 == 0 and spans["data"][0] % 4096 == 0, name
+        assert name not in tensors, name
+        assert (len(payload), off % 64, spans["data"][0] % 4096) == (nbytes, 0, 0), name
         assert hash64(payload) == recorded, f"hash of {name}"
         tensors[name] = decode(DTYPES[dtype], payload, rest[:ndim]) if dtype in DTYPES else payload
     return header, tensors, {name: parts[name] for name in ("masks", "vocab", "index") if parts[name]}
@@ -62,7 +63,7 @@ def decode(dtype: str, payload: bytes, shape: list[int]) -> np.ndarray:
     if dtype == "bf16":
         return (np.frombuffer(payload, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
     if dtype in ("q8_row", "q8_2f"):
-        rows, cols = shape
+        rows = shape[0]
         scales = np.frombuffer(payload[n:], "<f2").astype(np.float32)
         w = np.frombuffer(payload[:n], np.int8).reshape(shape).astype(np.float32) * scales[:rows, None]
         return w * scales[rows:] if dtype == "q8_2f" else w

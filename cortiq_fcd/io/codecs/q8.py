@@ -81,7 +81,7 @@ def _times_rows(payload: Payload, rows: int, cols: int) -> Weights:
 
 
 def _level_columns(magnitudes: Weights) -> Weights:
-    """Column scales (of geometric mean 1, where f16 allows) under which (with the best row scales) no row or column is much the largest.
+    """Column scales, of geometric mean 1 where f16 allows, that with the best row scales level all rows and columns.
 
     Each round moves half of every row's and column's excess, as a square root, into its scale: a damped form of
     equilibrating a matrix by its largest entries. Moving all of it at once would favour whichever side goes first.

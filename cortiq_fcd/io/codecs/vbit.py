@@ -180,7 +180,7 @@ def _pack_rows(q: npt.NDArray[np.int16], width: int) -> Payload:
 
 
 def _quantise_rows(grouped: Weights, width: int) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.int16]]:
-    """Scales [rows, groups] and signed values [rows, groups, 32] at one width; EncodeError if the widest is too narrow."""
+    """Scales [rows, groups] and signed values [rows, groups, 32] at one width; EncodeError at the widest only."""
     top = (1 << (width - 1)) - 1
     wanted = np.abs(grouped).max(axis=2, initial=0.0) / np.float32(top)
     scales = f16_scales(wanted if width == WIDTHS[-1] else np.minimum(wanted, np.float32(F16_MAX)))
