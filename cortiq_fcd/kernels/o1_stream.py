@@ -85,7 +85,9 @@ def seal_stream(
 
 def stream_step(state: StreamState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention output [B, G, R, Dv] of the next token; the state moves on by one. Raises ValueError on shapes."""
-    if q.shape[:3] != state.M.shape[:3] or k.shape != q.shape[:2] + q.shape[3:] or v.shape[:2] != k.shape[:2]:
+    fits = k.shape == (*state.near_k.shape[:2], state.near_k.shape[3])
+    fits = fits and v.shape == (*state.near_v.shape[:2], state.near_v.shape[3])
+    if not fits or q.shape != (*state.M.shape[:3], k.shape[2]):
         raise ValueError(
             f"stream_step: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} don't meet the state"
         )
