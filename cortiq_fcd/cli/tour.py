@@ -63,7 +63,7 @@ def run_tour(folder: Path, listener: Guarded) -> None:
     _copy_demo(folder)
     _say(console, INTRODUCTION.format(**names))
     settings = resolve({"output.force": True}, folder / SETTINGS)
-    from cortiq_fcd.stages import pipeline
+    from cortiq_fcd.stages import pipeline  # imports torch: not before it is needed
 
     with listener:
         report = pipeline.run(folder / MODEL, folder / POLISHED, settings, listener)

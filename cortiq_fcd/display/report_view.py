@@ -62,13 +62,13 @@ def gate_table(gate: GateInfo) -> Table:
         table.add_column(name, no_wrap=True)
     if gate.teacher is not None:
         table.add_row("exact attention", "", figures.scores(gate.teacher), "")
-    if gate.baseline is not None:
-        table.add_row("before (step 0)", "", figures.scores(gate.baseline), "")
+    if gate.baseline is not None and all(entry.step for entry in gate.evals):
+        table.add_row("step 0 (before)", "", figures.scores(gate.baseline), "")
     for entry in gate.evals[-GATE_ROWS:]:
         mark = " *" if entry.step == gate.chosen else ""
         verdict = {True: "passed", False: "failed", None: "not decoded: couldn't win"}[entry.passed]
         cells = (figures.perplexity(entry.ppl), figures.scores(entry.scores), f"{verdict}{mark}")
-        table.add_row(f"step {entry.step}", *cells)
+        table.add_row(f"step {entry.step}" if entry.step else "step 0 (before)", *cells)
     return table
 
 

@@ -14,11 +14,12 @@ CURVE_POINTS = 4096
 
 @dataclass
 class StageState:
-    """One stage, running (seconds is None) or over."""
+    """One stage, running (seconds is None) or over. A stage may run in several parts: `spent_s` is all of them."""
 
     name: str
     detail: str = ""
     seconds: float | None = None
+    spent_s: float = 0.0
 
 
 @dataclass
@@ -56,7 +57,8 @@ class RunState:
     def _stage(self, event: StageEvent) -> None:
         stage = self.stages.setdefault(event.stage, StageState(event.stage))
         stage.detail = event.detail or stage.detail
-        stage.seconds = event.seconds
+        stage.spent_s += event.seconds or 0.0
+        stage.seconds = None if event.seconds is None else stage.spent_s
 
     def _step(self, event: StepEvent) -> None:
         now_s = time.monotonic()

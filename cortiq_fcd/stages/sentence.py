@@ -86,7 +86,7 @@ def _kl(report: Report) -> str:
 
 
 def _percent(change: float) -> str:
-    return f"{'+' if change >= 0 else '-'}{abs(change):.0f} %"
+    return f"{change:+.0f} %" if abs(change) >= 10 else f"{change:+.1f} %"
 
 
 def _teacher(ppl: Triple) -> str:

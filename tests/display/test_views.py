@@ -50,7 +50,7 @@ def test_polished() -> None:
         "36.90",
         "-10.4 %",
     ]
-    assert "before (step 0)" in text
+    assert "step 0 (before)" in text
     assert "passed *" in text
     assert "not decoded: couldn't win" in text
     assert "layers 0-3, 5" in text
