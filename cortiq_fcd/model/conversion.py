@@ -65,15 +65,13 @@ def resolve_conversion(
     """
     hint = provenance.get("o1_attn") if isinstance(provenance, dict) else None
     hint = hint if isinstance(hint, dict) else {}
-    spec = (
-        parse_layers(layers, "--o1")
-        if layers is not None
-        else parse_layers(hint.get("layers", "all"), "o1_attn.layers")
-    )
+    hinted = hint.get("layers")
+    where = "--o1" if layers is not None or hinted is None else "the file's provenance.o1_attn.layers"
+    spec = parse_layers(layers if layers is not None else "all" if hinted is None else hinted, where)
     m = _field("m", m, hint, DEFAULT_LANDMARKS, 4)
     w = _field("w", w, hint, DEFAULT_WINDOW_TOKENS, 1)
     sink = _field("sink", sink, hint, DEFAULT_SINK_TOKENS, 0)
-    chosen = expand_layers(spec, len(plan.layers))
+    chosen = expand_layers(spec, len(plan.layers), where)
     seal = seq // 2 if prefill is None else prefill
     if not 1 <= seal <= seq:
         raise ConfigError(f"--prefill {seal}: expected 1 to --seq ({seq})")
@@ -82,7 +80,7 @@ def resolve_conversion(
         raise ConfigError(
             f"the prompt part of a training window is {seal} tokens, and with window {w} and sink {sink} the O(1) kernel "
             f"starts after {need - 1}: training would only ever see exact attention",
-            hint=f"use --seq {2 * need} or more" if prefill is None else f"use --prefill {need} or more",
+            hint=_longer_windows(need, prefill, seq),
         )
     notes = []
     if landmark_count(seal, m) < m:
@@ -108,18 +106,25 @@ def parse_layers(text: Any, where: str) -> str | tuple[int, ...]:
     )
 
 
-def expand_layers(spec: str | tuple[int, ...], count: int) -> tuple[int, ...]:
+def expand_layers(spec: str | tuple[int, ...], count: int, where: str) -> tuple[int, ...]:
     """Layer numbers of a parsed set, for a model of `count` layers. Raises ConfigError for what is not there."""
     if spec == "all":
         return tuple(range(count))
     if isinstance(spec, str):
         deepest = int(spec.removeprefix("deep"))
         if deepest > count:
-            raise ConfigError(f"--o1 {spec}: the model has {count} layers", hint=f"use deep{count} or fewer")
+            raise ConfigError(f"{where} {spec}: the model has {count} layers", hint=f"use --o1 deep{count} or fewer")
         return tuple(range(count - deepest, count))
     if spec[-1] >= count:
-        raise ConfigError(f"--o1 names layer {spec[-1]}: the model has layers 0 to {count - 1}")
+        raise ConfigError(f"{where} names layer {spec[-1]}: the model has layers 0 to {count - 1}")
     return spec
+
+
+def _longer_windows(need: int, prefill: int | None, seq: int) -> str:
+    """The hint to get a prompt part of `need` tokens with something behind it."""
+    if prefill is None:
+        return f"use --seq {2 * need} or more"
+    return f"use --prefill {need} or more" + (f" with --seq {need + 1} or more" if seq <= need else "")
 
 
 def _field(name: str, flag: int | None, hint: Mapping[str, Any], default: int, least: int) -> int:

@@ -60,10 +60,10 @@ class Replica:
             for i, layer in enumerate(self.weights.layers)
         )
 
-    def o1(self, seal: int) -> O1Attention | None:
-        """The O(1) kernel for windows sealed after `seal` tokens; null when such windows stay exact."""
+    def o1(self, seal: int, tokens: int) -> O1Attention | None:
+        """The O(1) kernel for windows of `tokens` sealed after `seal`; null when such windows stay exact."""
         c = self.conversion
-        if is_exact(seal, c.w, c.sink):
+        if seal >= tokens or is_exact(seal, c.w, c.sink):
             return None
         geometry = o1_attention.Geometry(seal, c.w, c.sink, self.weights.shape.scale)
         return O1Attention(landmark_count(seal, c.m), geometry)
@@ -114,7 +114,7 @@ def hidden_states(replica: Replica, ids: Tensor, *, student: bool, seal: int | N
     O(1) kernel sealed after `seal` tokens (null: exact attention everywhere).
     """
     layers = replica.student_layers if student else replica.weights.layers
-    o1 = replica.o1(seal) if student and seal is not None else None
+    o1 = replica.o1(seal, ids.shape[1]) if student and seal is not None else None
     angles = replica.rotation(ids.shape[1])
     x = embed(ids, replica.weights.embed)
     for i, layer in enumerate(layers):
@@ -143,7 +143,7 @@ def loss_and_gradient(replica: Replica, ids: Tensor, targets: Tensor, kl_weight:
     teacher, _ = final_norm(replica, teacher_x)
     del teacher_x
 
-    o1 = replica.o1(replica.conversion.seal)
+    o1 = replica.o1(replica.conversion.seal, T)
     layers = replica.student_layers
     saved: list[LayerSaved] = []
     for i in range(shared, len(layers)):

@@ -56,6 +56,7 @@ MODELS: dict[str, tuple[Tiny, Conversion, float]] = {
     "one layer": (Tiny(layers=1, seed=17), Conversion((0,), "all", 6, 5, 2, 20), 0.7),
     "exact attention on both sides": (Tiny(seed=18), EXACT, 0.7),
     "seal at the last row": (Tiny(seed=19), Conversion((0, 1, 2), "all", 6, 5, 2, SEQ - 1), 0.7),
+    "seal behind the last row": (Tiny(seed=20), Conversion((0, 1, 2), "all", 6, 5, 2, SEQ), 0.7),
 }
 
 
@@ -251,6 +252,6 @@ def test_a_layer_that_is_not_trained_passes_the_same_gradient_down() -> None:
     dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
     results = []
     for grads in (None, replica.gradient.layers[1]):
-        _, saved = layer_fwd(x, weights, shape, angles, BATCH, replica.o1(O1.seal))
+        _, saved = layer_fwd(x, weights, shape, angles, BATCH, replica.o1(O1.seal, SEQ))
         results.append(layer_bwd(dy.clone(), saved, weights, angles, grads))
     assert torch.equal(*results)

@@ -72,7 +72,7 @@ def layer(x: Tensor, own: Mapping[str, Tensor], options: Options, *, converted: 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, converted: bool) -> Tensor:
     scale = attention.default_scale(options.D)
     seal, w, sink = options.seal, options.w, options.sink
-    if not converted or seal <= w + sink + 8:
+    if not converted or seal <= w + sink + 8 or seal >= q.shape[-2]:
         return attention.causal_attention(q, k, v, scale)
     m = min(max(seal // 8, 4), options.m)
     with torch.no_grad():
