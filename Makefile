@@ -1,25 +1,29 @@
-# Each target is a line that a person could type. The first one used makes .venv and installs into it.
+# Each target is a line that a person could type. The first one used makes the environment and installs into it.
 PYTHON ?= python3
-BIN := .venv/bin
+VENV ?= .venv
+DEMO ?= demo
 
 .PHONY: demo test lint bench schemas
 
-demo: .venv/installed
-	$(BIN)/cortiq-fcd demo demo
+demo: $(VENV)/installed
+	$(VENV)/bin/cortiq-fcd demo $(DEMO)
 
-test: .venv/installed
-	$(BIN)/python -m pytest
+test: $(VENV)/installed
+	$(VENV)/bin/python -m pytest
 
-lint: .venv/installed
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+lint: $(VENV)/installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
 
-bench: .venv/installed
-	$(BIN)/python -m benchmarks
+bench: $(VENV)/installed
+	$(VENV)/bin/python -m benchmarks
 
-schemas: .venv/installed
-	$(BIN)/python tools/make_schemas.py
+schemas: $(VENV)/installed
+	$(VENV)/bin/python tools/make_schemas.py
 
-.venv/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
