@@ -67,7 +67,7 @@ class NonFiniteWeightsError(CmfFormatError):
 
 
 class UnsupportedModelError(CortiqError):
-    """The file is valid, but the model needs something that is not implemented. Exit 4. `subject` names the key or tensor."""
+    """The file is valid, but the model needs something that is not implemented. Exit 4. `subject` names what."""
 
     exit_code = 4
 

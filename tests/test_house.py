@@ -1,4 +1,4 @@
-"""Rules of the house that a reader of the syntax tree can hold: no automatic differentiation, no torch where files are read."""
+"""Rules of the house that the syntax trees can hold: no automatic differentiation, no torch where files are read."""
 
 from __future__ import annotations
 

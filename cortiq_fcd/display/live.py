@@ -36,6 +36,8 @@ class LiveDisplay:
         self._state.update(event)
         if isinstance(event, DoneEvent):
             self.close()
+            for message in self._state.warnings:  # whole: the block above had to cut them
+                self._console.print(Text(f"! {message}", style="yellow"))
             self._console.print(Text(event.sentence, style="bold"))
             self._console.print(Text(f"written: {event.output}\nreport:  {event.report}"))
 
@@ -63,7 +65,8 @@ class LiveDisplay:
         yield from self._verdicts()
         if (peak := peak_rss_bytes()) is not None and self._state.stages:
             yield self._line(f"  memory      peak {figures.size(peak)}", "dim")
-        for message in self._state.warnings[-WARNINGS_SHOWN:]:
+        shown = [] if self._state.done else self._state.warnings[-WARNINGS_SHOWN:]
+        for message in shown:
             yield self._line(f"! {message}", "yellow")
 
     def _stage(self, stage: StageState) -> RenderableType:

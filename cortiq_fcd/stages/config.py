@@ -18,7 +18,7 @@ class _Config(BaseModel):
 
 
 class O1Config(_Config):
-    """Which layers run the O(1) kernel, and its geometry. Each null field falls back to the file, then to the default."""
+    """Which layers run the O(1) kernel, and its geometry. A null field falls back to the file, then to the default."""
 
     layers: str | None = Field(default=None, description="all, deepN (the N deepest) or i,j,k; default all")
     m: int | None = Field(default=None, ge=4, description="landmarks per query head; default 32")
