@@ -18,7 +18,7 @@ lint: $(VENV)/installed
 	$(VENV)/bin/lint-imports
 
 bench: $(VENV)/installed
-	$(VENV)/bin/python -m benchmarks
+	$(VENV)/bin/python benchmarks/bench_kernels.py
 
 schemas: $(VENV)/installed
 	$(VENV)/bin/python tools/make_schemas.py
