@@ -4,8 +4,8 @@
     dv = P^T dout;   dP = dout v^T;   ds = P (dP - delta), delta = sum_j P dP = dout . out
     dq = ds k scale;   dk = ds^T q scale
 
-q [B, G, R, T, D]; k [B, G, T, D]; v [B, G, T, Dv]: R query heads share a kv head, and k, v are never repeated. Only the
-maximum and the sum of each row is kept; P is recomputed block by block in the backward, so nothing of size T x T exists.
+q [B, G, R, T, D]; k [B, G, T, D]; v [B, G, T, Dv]: R query heads share a kv head, and k, v are never repeated. Only
+the maximum and the sum of each row are kept; P is recomputed block by block in the backward: nothing is T x T.
 Source: Dao et al. 2022 (arXiv 2205.14135).
 """
 
@@ -23,7 +23,7 @@ BLOCK_ROWS = 128
 
 @dataclass(frozen=True)
 class Saved:
-    """Inputs, the output, and each row's largest scaled logit `top` and `total` = sum exp(logit - top), [B, G, R, T, 1].
+    """Inputs, the output, each row's largest scaled logit `top` and `total` = sum exp(logit - top), [B, G, R, T, 1].
 
     The two are kept apart because their log-sum-exp would lose digits at large logits.
     """

@@ -108,7 +108,8 @@ def kl_rows(student: Tensor, teacher: Tensor, head: Tensor, *, teacher_head: Ten
     p_s, lse_s, _ = _softmax_(z_s, none)
     p_t, lse_t, _ = _softmax_(z_t, none)
     log_ratio += (lse_t - lse_s).to(log_ratio.dtype)
-    return (p_s.sum(-1) - p_t.sum(-1) - torch.linalg.vecdot(p_t, log_ratio)).clamp_min_(0)
+    rows: Tensor = p_s.sum(-1) - p_t.sum(-1) - torch.linalg.vecdot(p_t, log_ratio)
+    return rows.clamp_min_(0)
 
 
 def nll_sum(hidden: Tensor, head: Tensor, targets: Tensor, *, budget_bytes: int = CHUNK_BYTES) -> float:

@@ -7,8 +7,8 @@ by Cholesky; where that fails lambda grows tenfold, up to 12 tries, then M = I /
 it stays f64. It is a constant of the training graph (the served kernel freezes it at the seal): no backward exists, and
 the attention kernels take M as an argument.
 
-lambda scales with Au^2, so M(c Au) = M(Au) / c for every c: the largest logit is taken out before exp and put back in M,
-which keeps Au^T Au finite for logits far beyond +-350.
+lambda scales with Au^2, so M(c Au) = M(Au) / c for every c: the largest logit is taken out before exp and put back in
+M, which keeps Au^T Au finite for logits far beyond +-350.
 """
 
 from __future__ import annotations

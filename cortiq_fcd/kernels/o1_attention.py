@@ -1,10 +1,10 @@
-"""The O(1) joint attention kernel, teacher-forced over a window: what the served kernel computes, for all rows at once.
+"""The O(1) joint attention kernel, teacher-forced over a window: what the served kernel computes, all rows at once.
 
-The first `seal` rows (the prompt) are exact causal attention. With landmarks Qt, Kt (segment means of the prompt's q, k)
-and M their ridge pseudo-inverse, every later row t has
+The first `seal` rows (the prompt) are exact causal attention. With landmarks Qt, Kt (segment means of the prompt's q,
+k) and M their ridge pseudo-inverse, every later row t has
 
     near(t, j) = t - j < w or j < sink;   far = the other causal j
-    near weight exp(q_t k_j scale);   far weight exp(q_t Kt^T scale) M exp(Qt k_j scale), kept raw, negative ones included
+    near weight exp(q_t k_j scale);   far weight exp(q_t Kt^T scale) M exp(Qt k_j scale), negative ones included
     guard: if the far weights of row t sum to less than 0, the row's far field is dropped, weights and gradient
     out_t = sum_j weight v_j / max(sum_j weight, 1e-30)
 
@@ -15,8 +15,8 @@ g = dout / den and delta = g . out:
     far: see `o1_far_field`; the landmarks are linear in the prompt's rows, so their gradient lands there alone
 
 Nothing is T x T: rows after the seal are cut into n chunks of c. A chunk sees the sinks and its band of w + c - 1 keys
-directly. Of the band, row r has keys u = r .. r + w - 1 near; keys u < r have become far (the ramp). Older keys enter as
-running sums. Derivation: docs/maths.md.
+directly. Of the band, row r has keys u = r .. r + w - 1 near; keys u < r have become far (the ramp). Older keys enter
+as running sums. Derivation: docs/maths.md.
 
 Axes: q [B, G, R, T, D], k [B, G, T, D], v [B, G, T, Dv], M [B, G, R, m, m] f64; K = sink + w + c - 1 keys a chunk.
 """
@@ -90,7 +90,7 @@ def o1_attention_fwd(q: Tensor, k: Tensor, v: Tensor, M: Tensor, geometry: Geome
     """
     _check(q, k, v, M, geometry)
     seal, c, sink = geometry.seal, geometry.chunk, geometry.sink
-    B, G, R, T, _ = q.shape
+    T = q.shape[3]
     Qt, Kt = landmarks(q, k, seal, M.shape[-1])
     scaled_Qt = Qt.mul_(geometry.scale)
     prompt_out, prompt = causal_attention.causal_attention_fwd(
@@ -191,7 +191,10 @@ def _far_keys(k: Tensor, v: Tensor, geometry: Geometry) -> Keys:
     base = slice(geometry.sink, base_end)
     blocks = slice(base_end, base_end + k.shape[2] - geometry.seal)
     return Keys(
-        k[:, :, base], v[:, :, base], k[:, :, blocks].unflatten(2, (-1, c)), v[:, :, blocks].unflatten(2, (-1, c))
+        k[:, :, base],
+        v[:, :, base],
+        torch.unflatten(k[:, :, blocks], 2, (-1, c)),
+        torch.unflatten(v[:, :, blocks], 2, (-1, c)),
     )
 
 
@@ -204,7 +207,7 @@ def _windows(x: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _add_windows(dwindows: Tensor, dx: Tensor, geometry: Geometry) -> None:
-    """Add gradients of `_windows` [B, G, n, K, D] to dx [B, G, T, D]. Bands overlap, so they are added c keys at a time."""
+    """Add gradients of `_windows` [B, G, n, K, D] to dx [B, G, T, D]. Bands overlap, so this goes c keys at a time."""
     c, n = geometry.chunk, dwindows.shape[2]
     dx[:, :, : geometry.sink] += dwindows[:, :, :, : geometry.sink].sum(2)
     band = dwindows[:, :, :, geometry.sink :]

@@ -2,17 +2,17 @@
 
     weight of key j for row t = U_t . E_j,   U = exp(q Kt^T scale) M,   E = exp(Qt k^T scale)
 
-Chunk i of c rows sees three kinds of far keys: the base (sink .. seal - w, far for every row) and the blocks 0 .. i - 1 (c
-keys each) only through S_i = sum_j E_j v_j and Z_i = sum_j E_j; the keys of block i become far within the chunk (key u of
-the block is far for rows r > u) and are weighted one by one: the ramp.
+Chunk i of c rows sees three kinds of far keys: the base (sink .. seal - w, far for every row) and the blocks 0 .. i - 1
+(c keys each) only through S_i = sum_j E_j v_j and Z_i = sum_j E_j; the keys of block i become far within the chunk (key
+u of the block is far for rows r > u) and are weighted one by one: the ramp.
 
     S_0 = base;   S_i = S_{i-1} + block_{i-1}           (each at the scale of its running per-landmark maximum)
     num_t = U_t S_i + sum_u ramp[t, u] v_u;   sum_t = U_t Z_i + sum_u ramp[t, u]
 
 Shifts: F = exp(. - max over landmarks) a row; E = exp(. - max over keys) a landmark and block; one more shift per row,
 the largest term among the keys that the row can see, brings its weights to at most 1. All shifts are constants of the
-backward: they cancel in the kernel's quotient. The ramp is f64 throughout: a block's maximum may belong to a key that is
-far for the last rows only, and in f32 it would flush the block's other keys, and with them the far field of the rows
+backward: they cancel in the kernel's quotient. The ramp is f64 throughout: a block's maximum may belong to a key that
+is far for the last rows only, and in f32 it would flush the block's other keys, and with them the far field of the rows
 before, to 0. F is f64 because M can outweigh it. Letters as in `o1_attention`.
 """
 
@@ -116,7 +116,7 @@ def far_field_bwd(
     scaled_Qt: Tensor,
     Kt: Tensor,
 ) -> Grads:
-    """Backward from g = dout / den [.., c, Dv], delta = g . out [.., c, 1], dramp [.., c, c] f64 (of the ramp weights)."""
+    """Backward from g = dout / den [.., c, Dv], delta = g . out [.., c, 1], dramp [.., c, c] f64 (ramp weights)."""
     B, G, n, R, c, D = tail_q.shape
     m, Dv = M.shape[-1], g.shape[-1]
     dbase_w = (g @ far.S.mT).sub_(delta * far.Z.unsqueeze(-2))

@@ -1,14 +1,14 @@
 """The served form of the O(1) kernel: a state of constant size, one token at a time, for a batch of sequences.
 
-After an exact prompt pass the seal freezes the landmarks Qt, Kt and M, keeps the first `sink` keys for ever and the last w
-keys in a ring, and moves every older key into the far accumulators
+After an exact prompt pass the seal freezes the landmarks Qt, Kt and M, keeps the first `sink` keys for ever and the
+last w keys in a ring, and moves every older key into the far accumulators
 
     T_hat_b = sum_j exp(Qt_b k_j scale - run_b) v_j;   Z_hat_b = sum_j exp(Qt_b k_j scale - run_b)
 
-with run_b the running maximum of landmark b. A step moves the key that leaves the ring into the accumulators, puts the new
-key into its slot, and then attends: near weights over sinks and ring, far weights U_b = (exp(q Kt^T scale) M)_b on the
-accumulators, dropped as a whole when sum_b U_b Z_hat_b < 0; one joint division. It is the same function as the rows after
-the seal of `o1_attention`.
+with run_b the running maximum of landmark b. A step moves the key that leaves the ring into the accumulators, puts the
+new key into its slot, and then attends: near weights over sinks and ring, far weights U_b = (exp(q Kt^T scale) M)_b on
+the accumulators, dropped as a whole when sum_b U_b Z_hat_b < 0; one joint division. It is the same function as the rows
+after the seal of `o1_attention`.
 
 q [B, G, R, D]; k, v [B, G, D] for one token; the prompt's have a T axis before D.
 """

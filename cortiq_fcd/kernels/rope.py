@@ -27,7 +27,7 @@ class Rotation:
 
 
 def rotation(positions: int, rotary_dim: int, theta: float, *, like: Tensor) -> Rotation:
-    """Angles for positions 0 .. positions - 1, computed in f64 on the CPU and rounded once to `like`'s dtype and device.
+    """Angles for positions 0 .. positions - 1, computed in f64 on the CPU, rounded once to `like`'s dtype and device.
 
     Raises ValueError for an odd rotary_dim.
     """
@@ -39,7 +39,7 @@ def rotation(positions: int, rotary_dim: int, theta: float, *, like: Tensor) -> 
 
 
 def rope_fwd(x: Tensor, rotation: Rotation, *, out: Tensor | None = None) -> Tensor:
-    """Rotate x [..., T, D] (any strides); the result is contiguous unless `out` is given. Raises ValueError on shapes."""
+    """Rotate x [..., T, D] (any strides); contiguous unless `out` is given. Raises ValueError on shapes."""
     half = rotation.cos.shape[-1]
     if x.dim() < 2 or x.shape[-2] != rotation.cos.shape[0] or x.shape[-1] < 2 * half:
         raise ValueError(f"rope: x {tuple(x.shape)} and angles {tuple(rotation.cos.shape)} don't meet")

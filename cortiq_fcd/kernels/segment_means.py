@@ -8,6 +8,8 @@ x [..., T, D], y [..., m, D]. Source: Xiong et al. 2021 (Nystromformer, arXiv 21
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ def segment_means_fwd(x: Tensor, prefix: int, segments: int) -> Tensor:
     if prefix > x.shape[-2]:
         raise ValueError(f"segment_means: prefix {prefix} of {x.shape[-2]} rows")
     bounds = _bounds(prefix, segments)
-    return torch.stack([x[..., a:b, :].mean(-2) for a, b in zip(bounds[:-1], bounds[1:], strict=True)], dim=-2)
+    return torch.stack([x[..., a:b, :].mean(-2) for a, b in pairwise(bounds)], dim=-2)
 
 
 def segment_means_bwd(dy: Tensor, prefix: int) -> Tensor:

@@ -39,7 +39,7 @@ def new_moments(parameters: Tensor) -> Moments:
 
 def gradient_norm(gradient: Tensor) -> float:
     """Euclidean norm of the flat gradient [P]; slices are summed in f64."""
-    return math.sqrt(sum(float(torch.dot(part, part)) for part in gradient.split(SLICE)))
+    return math.sqrt(sum(torch.dot(part, part).item() for part in torch.split(gradient, SLICE)))
 
 
 def adamw_step(parameters: Tensor, gradient: Tensor, moments: Moments, lr: float, norm: float) -> None:
@@ -48,7 +48,7 @@ def adamw_step(parameters: Tensor, gradient: Tensor, moments: Moments, lr: float
     clip = 1 / (norm + 1e-6) if norm > MAX_NORM else 1.0
     step_size = lr / (1 - BETA1**moments.steps)
     root_correction = math.sqrt(1 - BETA2**moments.steps)
-    slices = (t.split(SLICE) for t in (parameters, gradient, moments.first, moments.second))
+    slices = (torch.split(t, SLICE) for t in (parameters, gradient, moments.first, moments.second))
     for p, g, first, second in zip(*slices, strict=True):
         g = g * clip
         first.lerp_(g, 1 - BETA1)

@@ -1,7 +1,7 @@
 """Decoding one token at a time: exact layers with a key-value cache, converted layers with the served O(1) state.
 
-A prompt pass is exact everywhere; then converted layers are sealed (unless the prompt is too short for that, and they stay
-exact for ever). Sequences of a batch move in step, so their prompts have the same length.
+A prompt pass is exact everywhere; then converted layers are sealed (unless the prompt is too short for that, and they
+stay exact for ever). Sequences of a batch move in step, so their prompts have the same length.
 """
 
 from __future__ import annotations

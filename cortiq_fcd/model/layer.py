@@ -8,6 +8,7 @@ gate and up in `gate_up`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Protocol, TypeAlias
@@ -34,7 +35,7 @@ class LayerShape:
     @property
     def scale(self) -> float:
         """What multiplies q k^T."""
-        return float(self.head_dim) ** -0.5
+        return 1 / math.sqrt(self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def project_qkv(
     """q [B, G, R, T, D], k [B, G, T, D] (normalised, rotated) and v [B, G, T, D] of x [B * T, C]."""
     H, G, D = shape.heads, shape.kv_heads, shape.head_dim
     n1, norm = rmsnorm.rmsnorm_fwd(x, weights.input_norm, shape.norm_eps, plus_one=shape.norm_plus_one)
-    q, k, v = linear_fwd(n1, weights.qkv, weights.qkv_bias).split((H * D, G * D, G * D), dim=1)
+    q, k, v = torch.split(linear_fwd(n1, weights.qkv, weights.qkv_bias), [H * D, G * D, G * D], dim=1)
     q_norm = k_norm = None
     if weights.q_norm is not None:
         q, q_norm = _head_norm(q, weights.q_norm, shape)
@@ -205,13 +206,13 @@ def _split_heads(rows: Tensor, saved: _AttentionSaved) -> Tensor:
 def _project_qkv_bwd(
     grads: _AttentionGrads, saved: QkvSaved, weights: LayerWeights, rotation: Rotation
 ) -> rmsnorm.Grads:
-    """Backward of `project_qkv` down to the input norm: each head gradient goes straight to its place in one [N, .] buffer."""
+    """Backward of `project_qkv`: each head gradient goes straight to its place in one [N, .] buffer."""
     B, G, R, T, D = grads.dq.shape
     dqkv = grads.dq.new_empty(B, T, G * (R + 2) * D)
-    dq, dk, dv = dqkv.split((G * R * D, G * D, G * D), dim=2)
-    rope_bwd(grads.dq, rotation, out=dq.unflatten(2, (G, R, D)).permute(0, 2, 3, 1, 4))
-    rope_bwd(grads.dk, rotation, out=dk.unflatten(2, (G, D)).transpose(1, 2))
-    dv.unflatten(2, (G, D)).copy_(grads.dv.transpose(1, 2))
+    dq, dk, dv = torch.split(dqkv, [G * R * D, G * D, G * D], dim=2)
+    rope_bwd(grads.dq, rotation, out=dq.view(B, T, G, R, D).permute(0, 2, 3, 1, 4))
+    rope_bwd(grads.dk, rotation, out=dk.view(B, T, G, D).transpose(1, 2))
+    dv.view(B, T, G, D).copy_(grads.dv.transpose(1, 2))
     for rows, norm in ((dq, saved.q_norm), (dk, saved.k_norm)):
         if norm is not None:
             rows.copy_(rmsnorm.rmsnorm_bwd(rows.reshape(-1, D), norm).dx.view(rows.shape))

@@ -1,8 +1,8 @@
-"""What a model is made of, without touching a weight: the torch-free plan that the replica executes and `inspect` reads.
+"""What a model is made of, without touching a weight: the plan that the replica executes and `inspect` reads.
 
 Every key of `arch` and every tensor is either consumed here, or listed as informational with the reason, or refused by
-name. A field that is merely unknown could change the function that the file describes, and a polish of another function
-is worse than none.
+name; no torch is needed. A field that is merely unknown could change the function that the file describes, and a polish
+of another function is worse than none.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class _Shaped(Protocol):
 class TensorSource(Protocol):
     """The part of `cortiq_fcd.io.reader.CmfModel` that a plan reads."""
 
+    header: dict[str, Any]
+    required_features: int
+
     @property
-    def header(self) -> dict[str, Any]: ...
-    @property
-    def tensors(self) -> Mapping[str, _Shaped]: ...
-    @property
-    def required_features(self) -> int: ...
+    def tensors(self) -> Mapping[str, _Shaped]:
+        """Name to something that has a shape."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A dense decoder-only transformer: dimensions (house letters), tensor names, and the shape of every tensor used."""
+    """A dense decoder-only transformer: dimensions (house letters), tensor names, the shape of every tensor used."""
 
     arch_name: str
     hidden_size: int

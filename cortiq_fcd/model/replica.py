@@ -1,7 +1,7 @@
 """The whole network, twice: the teacher (frozen weights, exact attention) and the student (masters, O(1) attention).
 
-Both share every frozen tensor and, up to the first layer where they differ, the forward itself. Masters and gradients are
-one flat buffer each, with a view per tensor: the optimizer, the best state and a clip are then one pass over memory.
+Both share every frozen tensor and, up to the first layer where they differ, the forward itself. Masters and gradients
+are one flat buffer each, with a view per tensor: optimizer, best state and clip are then one pass over memory.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from cortiq_fcd.kernels import o1_attention, rmsnorm
@@ -96,8 +97,9 @@ def _flat_views(weights: FrozenWeights, trained: tuple[int, ...]) -> Masters:
     """A flat buffer with room for the trainable tensors of the given layers, in the recipe's order."""
     sizes = {i: [(layer := weights.layers[i]).input_norm, layer.post_norm, layer.gate_up, layer.down] for i in trained}
     flat = weights.embed.new_zeros(sum(t.numel() for parts in sizes.values() for t in parts))
-    pieces = iter(flat.split([t.numel() for parts in sizes.values() for t in parts]))
-    layers, named = {}, {}
+    pieces = iter(torch.split(flat, [t.numel() for parts in sizes.values() for t in parts]))
+    layers: dict[int, Trainable] = {}
+    named: dict[str, Tensor] = {}
     for i, parts in sizes.items():
         own = Trainable(*(next(pieces).view(t.shape) for t in parts))
         layers[i] = own

@@ -65,7 +65,7 @@ def _stacked(plan: ModelPlan, read: Read, names: tuple[str, ...], device: torch.
     """Matrices with the same number of columns, one below the other."""
     rows = [plan.shapes[name][0] for name in names]
     stacked = torch.empty(sum(rows), plan.shapes[names[0]][1], device=device)
-    for part, name in zip(stacked.split(rows), names, strict=True):
+    for part, name in zip(torch.split(stacked, rows), names, strict=True):
         part.copy_(read(name))
     return stacked
 

@@ -26,7 +26,7 @@ Judge = Callable[[Replica], Judgement]
 
 @dataclass(frozen=True)
 class Gate:
-    """How checkpoints are judged, and the verdict over step 0, the conversion as it is, which is every score's baseline."""
+    """How checkpoints are judged, and the verdict over step 0, the conversion as it is: every score's baseline."""
 
     judge: Judge
     start: Judgement
@@ -81,8 +81,8 @@ class Trained:
 class Figures:
     """Perplexities of one set of weights on windows that chose nothing, and KL to the teacher in nats.
 
-    `final`: the six-round windows; `served`: their positions after the seal, through the streaming kernel for a student and
-    exact for the teacher; `untouched`: windows that neither chose nor judged anything (null: there are none).
+    `final`: the six-round windows; `served`: their positions after the seal, through the streaming kernel for a student
+    and exact for the teacher; `untouched`: windows that neither chose nor judged anything (null: there are none).
     """
 
     final: float

@@ -31,7 +31,8 @@ def select_windows(config: TrainConfig, val: Ids, gate_offsets: tuple[int, ...],
     final = validation_offsets(len(val), config.seq, FINAL_ROUNDS * config.batch)
     length = config.seq + 1  # with the last target
     taken = [(o, o + length) for o in quick + final] + [(o, o + gate_tokens) for o in gate_offsets]
-    free, at = [], 0
+    free: list[int] = []
+    at = 0
     for start, stop in [*sorted(taken), (len(val), len(val))]:
         free += range(at, start - length + 1, length)
         at = max(at, stop)
@@ -60,12 +61,12 @@ def _served(config: TrainConfig, replica: Replica, where: Windows, *, student: b
     if count == 0:
         return math.nan, math.nan
     teacher = torch.cat(
-        [hidden_states(replica, part, student=False).unflatten(0, part.shape) for part in ids.split(config.batch)]
+        [hidden_states(replica, part, student=False).view(*part.shape, -1) for part in torch.split(ids, config.batch)]
     )[:, seal:].flatten(0, 1)
     student_rows = served_hidden(replica, ids, seal, student=True, served=True).flatten(0, 1) if student else teacher
     nll = nll_sum(student_rows, head, targets[:, seal:].reshape(-1))
     if student:
         rows = chunk_rows(head.shape[0], head.element_size(), 4)
-        parts = zip(student_rows.split(rows), teacher.split(rows), strict=True)
+        parts = zip(torch.split(student_rows, rows), torch.split(teacher, rows), strict=True)
         kl = sum(float(kl_rows(a, b, head).sum(dtype=torch.float64)) for a, b in parts)
     return math.exp(min(nll / count, 700.0)), kl / count

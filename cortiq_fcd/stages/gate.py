@@ -56,7 +56,7 @@ def select_prompts(config: GateConfig, val: Ids, conversion: Conversion) -> Prom
 
 
 def run(config: GateConfig, prompts: Prompts, replica: Replica) -> Gate | None:
-    """The gate, with the present masters (which must be the untrained ones) as its baseline; null when it is skipped."""
+    """The gate, with the present masters (which must be the untrained ones) as its baseline; null when skipped."""
     if prompts.skipped:
         return None
     began = time.perf_counter()

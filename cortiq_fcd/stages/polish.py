@@ -1,8 +1,8 @@
 """Stage 3: the training loop, and which checkpoint it keeps.
 
 A checkpoint is worth judging only if its validation perplexity is below that of every checkpoint that has passed so far
-(ties go to the earliest). So one best state is kept, and the result is that of judging all of them. Step 0, the conversion
-as it is, competes like any other.
+(ties go to the earliest). So one best state is kept, and the result is that of judging all of them. Step 0, the
+conversion as it is, competes like any other.
 """
 
 from __future__ import annotations

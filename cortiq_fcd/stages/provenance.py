@@ -59,7 +59,7 @@ class Story:
 
 
 def run(story: Story, source: CmfModel, out: Path, stored: Stored) -> WrittenFile:
-    """Write OUT: source bytes, but for the trained tensors and `provenance`. Errors as `write_model`; OUT is then as it was."""
+    """Write OUT: source bytes, but for the trained tensors and `provenance`. Errors as `write_model`."""
     header = copy.deepcopy(source.header)
     provenance = header.get("provenance")
     header["provenance"] = {
