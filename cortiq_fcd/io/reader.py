@@ -124,7 +124,12 @@ class CmfModel:
         for name, record in file.tensors.items():
             if name in self.tensors:
                 other = self.tensors[name].path.name
-                raise CmfFormatError(file.path, f"a tensor of this name is also in {other}", tensor=name)
+                raise CmfFormatError(
+                    file.path,
+                    f"a tensor of this name is also in {other}",
+                    tensor=name,
+                    offset_bytes=record.offset_bytes,
+                )
             self.tensors[name] = record
             self._file_of[name] = file
 

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from cortiq_fcd.errors import CmfFormatError, ConfigError, NonFiniteWeightsError, ResourceError
+from cortiq_fcd.io.codecs import CODECS
 from cortiq_fcd.io.layout import DType
 from cortiq_fcd.io.reader import open_model
 from cortiq_fcd.io.verify import verify_model
 from cortiq_fcd.io.writer import create_model, expected_bytes, write_model
-from tests.io.hand_rolled import DECODABLE, HEADER, IDS, Layout, Tensor, pack, payload_of, small_model
+from tests.io.hand_rolled import HEADER, IDS, Layout, Tensor, pack, payload_of, small_model
 from tests.io.test_reader import put, put_shards, shard_plans
 from tests.oracles import cmf_reader
 
@@ -60,7 +61,7 @@ def test_everything_is_kept_and_the_rest_replaced(source: Path, tmp_path: Path) 
     assert [f.kind for f in verify_model(out)] == ["note"]  # the u8 tensor
 
 
-@pytest.mark.parametrize("dtype", [d for d in DECODABLE if d in ("f32", "f16", "bf16", "q8_row", "q8_2f", "q4_block", "q4_tiled", "vbit_ro", "q4tp")])  # fmt: skip
+@pytest.mark.parametrize("dtype", [dtype.label for dtype, codec in CODECS.items() if codec.encode])
 def test_size_is_told_before(dtype: str, source: Path, tmp_path: Path) -> None:
     with open_model(source) as model:
         new = {"t.f32.weight": (DType(IDS[dtype]), WEIGHTS[:3])}
@@ -78,7 +79,7 @@ def test_size_is_told_before(dtype: str, source: Path, tmp_path: Path) -> None:
 )
 def test_feature_bit_2_follows_the_dtypes(replaced: set[str], features: int, source: Path, tmp_path: Path) -> None:
     with open_model(source) as model:
-        new = {name: (DType.VBIT_RO, WEIGHTS[:3]) for name in replaced}
+        new = dict.fromkeys(replaced, (DType.VBIT_RO, WEIGHTS[:3]))
         write_model(model, tmp_path / "out.cmf", header=model.header, replace=new)
     with open_model(tmp_path / "out.cmf") as again:
         assert again.required_features == features
@@ -173,9 +174,9 @@ def test_weights_that_cannot_be_stored(
 
 
 def test_a_shape_the_dtype_cannot_hold(source: Path, tmp_path: Path) -> None:
+    replace: dict[str, tuple[DType, np.ndarray]] = {"t.norm.weight": (DType.Q8_ROW, np.zeros(32, np.float32))}
     with open_model(source) as model, pytest.raises(ConfigError, match="can't be q8_row"):
-        vector = np.zeros(32, np.float32)
-        write_model(model, tmp_path / "o.cmf", header=model.header, replace={"t.norm.weight": (DType.Q8_ROW, vector)})
+        write_model(model, tmp_path / "out.cmf", header=model.header, replace=replace)
 
 
 def test_bugs_of_the_caller(source: Path, tmp_path: Path) -> None:
@@ -238,7 +239,7 @@ def test_create_from_nothing(tmp_path: Path) -> None:
 
 def test_create_without_tensors(tmp_path: Path) -> None:
     for sections in ({}, {"vocab": b"tokens"}):
-        create_model(tmp_path / "new.cmf", header=dict(HEADER), tensors=[], force=True, **sections)  # type: ignore[arg-type]
+        create_model(tmp_path / "new.cmf", header=dict(HEADER), tensors=[], force=True, **sections)
         assert verify_model(tmp_path / "new.cmf") == []
 
 
@@ -311,7 +312,7 @@ STREAM = """
 
 
 def test_a_model_much_larger_than_the_memory_used(tmp_path: Path) -> None:
-    """384 MiB pass through create, rewrite, verify and decode; a tensor of 32 MiB, its encoding and a buffer are held."""
+    """384 MiB pass through create, rewrite, verify and decode; a tensor of 32 MiB, its encoding, a buffer are held."""
     script = textwrap.dedent(STREAM)
     done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=True)
     created_kib, all_kib = map(int, done.stdout.split())
@@ -330,7 +331,7 @@ def test_reading_files_starts_without_torch() -> None:
 
 
 def test_pack_and_writer_agree(tmp_path: Path) -> None:
-    """The builder of these tests and the writer place small tensors alike: two independent descriptions of the bytes."""
+    """Two independent descriptions of the bytes: the builder of these tests, and the writer (small tensors only)."""
     header = {"format": "cmf", "version": 2, "arch": {"a": 1}}
     plan = Layout([Tensor("w", 0, (4,), bytes(range(16))), Tensor("v", 1, (3,), bytes(6))], sections={"vocab": b"t"})
     plan.header = json.dumps(
