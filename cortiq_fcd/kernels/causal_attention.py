@@ -1,8 +1,8 @@
-"""Exact causal attention in blocks of query rows, optionally over a window of recent keys.
+"""Exact causal attention in blocks of query rows, optionally over a window of recent keys, with or without a soft cap.
 
-    P = softmax_j(q k^T scale), j <= t (and t - j < window);   out = P v
-    dv = P^T dout;   dP = dout v^T;   ds = P (dP - delta), delta = sum_j P dP = dout . out
-    dq = ds k scale;   dk = ds^T q scale
+    s = q k^T scale;   z = s, or cap tanh(s / cap);   P = softmax_j(z), j <= t (and t - j < window);   out = P v
+    dv = P^T dout;   dP = dout v^T;   dz = P (dP - delta), delta = sum_j P dP = dout . out
+    ds = dz, or dz (1 - (z / cap)^2);   dq = ds k scale;   dk = ds^T q scale
 
 q [B, G, R, T, D]; k [B, G, T, D]; v [B, G, T, Dv]: R query heads share a kv head, and k, v are never repeated. Only
 the maximum and the sum of each row are kept; P is recomputed block by block in the backward: nothing is T x T.
@@ -36,6 +36,7 @@ class Saved:
     total: Tensor
     scale: float
     window: int | None
+    softcap: float | None
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Grads:
 
 
 def causal_attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: int | None = None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: int | None = None, softcap: float | None = None
 ) -> tuple[Tensor, Saved]:
     """Attention output [B, G, R, T, Dv]. Raises ValueError when the shapes don't meet."""
     _check(q, k, v, window)
@@ -56,13 +57,13 @@ def causal_attention_fwd(
     out = q.new_empty(B, G, R, T, v.shape[-1])
     tops, totals = q.new_empty(B, G, R, T, 1), q.new_empty(B, G, R, T, 1)
     for rows, keys, mask in _blocks(T, window, q.device):
-        logits = _logits(q, k, scale, rows, keys, mask)
+        logits = _logits(q, k, scale, softcap, rows, keys).masked_fill_(mask, -torch.inf)
         top = torch.amax(logits, -1, keepdim=True, out=tops[..., rows, :])
         weights = logits.sub_(top).exp_()
         total = torch.sum(weights, -1, keepdim=True, out=totals[..., rows, :])
         block = (weights.view(B, G, -1, weights.shape[-1]) @ v[:, :, keys]).view(B, G, R, -1, v.shape[-1])
         torch.div(block, total, out=out[..., rows, :])
-    return out, Saved(q, k, v, out, tops, totals, scale, window)
+    return out, Saved(q, k, v, out, tops, totals, scale, window, softcap)
 
 
 def causal_attention_bwd(dout: Tensor, saved: Saved) -> Grads:
@@ -76,11 +77,15 @@ def causal_attention_bwd(dout: Tensor, saved: Saved) -> Grads:
     dout = dout / saved.total
     delta = torch.linalg.vecdot(dout, saved.out).unsqueeze(-1)
     for rows, keys, mask in _blocks(T, saved.window, q.device):
-        weights = _logits(q, k, scale, rows, keys, mask).sub_(saved.top[..., rows, :]).exp_()
+        logits = _logits(q, k, scale, saved.softcap, rows, keys)
+        slope = None if saved.softcap is None else 1 - (logits / saved.softcap).square_()
+        weights = logits.masked_fill_(mask, -torch.inf).sub_(saved.top[..., rows, :]).exp_()
         weights = weights.view(B, G, -1, weights.shape[-1])
         dout_rows = dout[..., rows, :].reshape(B, G, -1, dout.shape[-1])
         dv[:, :, keys] += weights.mT @ dout_rows
         dlogits = (dout_rows @ v[:, :, keys].mT).sub_(delta[..., rows, :].reshape(B, G, -1, 1)).mul_(weights)
+        if slope is not None:
+            dlogits.mul_(slope.view(dlogits.shape))
         dq[..., rows, :] = (dlogits @ k[:, :, keys]).view(B, G, R, -1, D)
         dk[:, :, keys] += dlogits.mT @ q[..., rows, :].reshape(B, G, -1, D)
     return Grads(dq.mul_(scale), dk.mul_(scale), dv)
@@ -99,11 +104,15 @@ def _blocks(T: int, window: int | None, device: torch.device) -> Iterator[tuple[
         yield slice(start, stop), slice(first, stop), mask
 
 
-def _logits(q: Tensor, k: Tensor, scale: float, rows: slice, keys: slice, mask: Tensor) -> Tensor:
-    """Scaled, masked logits [B, G, R, rows, keys]."""
+def _logits(q: Tensor, k: Tensor, scale: float, softcap: float | None, rows: slice, keys: slice) -> Tensor:
+    """Scaled and capped logits [B, G, R, rows, keys], before the mask."""
     B, G, R, _, D = q.shape
     block = (q[..., rows, :] * scale).reshape(B, G, -1, D) @ k[:, :, keys].mT
-    return block.view(B, G, R, -1, block.shape[-1]).masked_fill_(mask, -torch.inf)
+    return _capped_(block, softcap).view(B, G, R, -1, block.shape[-1])
+
+
+def _capped_(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> None:
@@ -114,13 +123,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> None:
         raise ValueError(f"causal_attention: window {window}")
 
 
-def causal_attention_step(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attention output [B, G, R, Dv] of one new token q [B, G, R, D] over all keys so far, its own included.
+def causal_attention_step(q: Tensor, k: Tensor, v: Tensor, scale: float, *, softcap: float | None = None) -> Tensor:
+    """Attention output [B, G, R, Dv] of one new token q [B, G, R, D] over the keys that it sees, its own included.
 
     Raises ValueError when the shapes don't meet.
     """
     fits = q.dim() == k.dim() == v.dim() == 4
     if not fits or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3] or k.shape[:3] != v.shape[:3]:
         raise ValueError(f"causal_attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} don't meet")
-    logits = (q * scale) @ k.mT
-    return torch.softmax(logits, -1) @ v
+    return torch.softmax(_capped_((q * scale) @ k.mT, softcap), -1) @ v
