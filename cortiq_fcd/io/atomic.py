@@ -26,35 +26,55 @@ except ImportError:  # Windows, where an open file can't be deleted anyway
 
 _Result = TypeVar("_Result")
 
+_MOST_NAME_BYTES = 255  # of one path component, on all common file systems
+
 
 def check_output_path(source_paths: Iterable[Path], out: Path, force: bool) -> Path:
     """Whether `out` can be written, as far as can be known without writing; returns its path behind symbolic links.
 
-    ConfigError: exists without `force`, is one of the sources by any link, is a directory or a device, its directory is
-    missing. ResourceError: its directory can't be written to.
+    ConfigError: exists without `force`, is one of the sources by any link (those need not exist), is a directory or a
+    device, its directory is missing, its name too long. ResourceError: its directory can't be written to.
     """
     out = Path(out)
     target = Path(os.path.realpath(out))
-    if out.is_dir():
+    try:
+        _check_place(out, target)
+        for source in source_paths:
+            if _is_same_file(Path(source), target):
+                raise ConfigError(f"{out}: is the same file as {source}", hint="no input is ever changed: name another")
+        if os.path.lexists(out) and not force:
+            raise ConfigError(f"{out}: exists already", hint="give --force to replace it, or name another file")
+        if not os.access(target.parent, os.W_OK | os.X_OK):
+            raise ResourceError(f"{out}: the directory {target.parent} can't be written to", hint="name another one")
+    except OSError as error:  # a name that is too long, a directory that must not be searched
+        raise _explained(error, out) from error
+    return target
+
+
+def _check_place(out: Path, target: Path) -> None:
+    if target.is_dir():
         raise ConfigError(f"{out}: is a directory", hint=f"name a file, such as {out / 'model.cmf'}")
     if not target.parent.is_dir():
         raise ConfigError(f"{out}: there is no directory {target.parent}", hint=f"mkdir -p {target.parent}")
-    if target.exists():
-        for source in source_paths:
-            if Path(source).samefile(target):
-                raise ConfigError(f"{out}: is the input file {source}", hint="the input is never changed: name another")
-        if not target.is_file():
-            raise ConfigError(f"{out}: is not a regular file", hint="name a file")
-    if os.path.lexists(out) and not force:
-        raise ConfigError(f"{out}: exists already", hint="give --force to replace it, or name another file")
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise ResourceError(f"{out}: the directory {target.parent} can't be written to", hint="name another directory")
-    return target
+    if target.exists() and not target.is_file():
+        raise ConfigError(f"{out}: is not a regular file", hint="name a file")
+    if len(os.fsencode(_partial_of(target).name)) > _MOST_NAME_BYTES:
+        raise _too_long(out)
+
+
+def _is_same_file(source: Path, target: Path) -> bool:
+    """By any link; of files that do not exist yet, by name."""
+    if source.exists() and target.exists():
+        return source.samefile(target)
+    return os.path.realpath(source) == os.fspath(target)
 
 
 def check_free_space(out: Path, nbytes: int) -> None:
     """ResourceError unless the file system of `out` has room for `nbytes` more: a replaced file goes only later."""
-    free = shutil.disk_usage(Path(os.path.realpath(out)).parent).free
+    try:
+        free = shutil.disk_usage(Path(os.path.realpath(out)).parent).free
+    except OSError as error:
+        raise _explained(error, out) from error
     if free < nbytes:
         raise ResourceError(
             f"{out}: needs {nbytes:,} bytes, and only {free:,} are free there",
@@ -70,7 +90,7 @@ def write_atomically(
     Any exception, KeyboardInterrupt included, leaves `target` as it was and no temporary file. OSErrors come out as
     ResourceError (ConfigError for a name that is too long).
     """
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
+    partial = _partial_of(target)
     file: BinaryIO | None = None
     try:
         file = _create(partial)
@@ -105,6 +125,10 @@ def remove_leftovers(target: Path) -> None:
                     path.unlink()
 
 
+def _partial_of(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
+
+
 def _create(path: Path) -> BinaryIO:
     """A new file with the usual permissions (those that the umask leaves), locked."""
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666), "w+b")
@@ -131,8 +155,12 @@ def _sync_directory(directory: Path) -> None:
 def _explained(error: OSError, target: Path) -> ConfigError | ResourceError:
     reason = error.strerror or str(error)
     if error.errno == errno.ENAMETOOLONG:
-        return ConfigError(f"{target}: the name is too long for a temporary file beside it", hint="name a shorter one")
+        return _too_long(target)
     hint = "the previous file, if there was one, is untouched"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = f"free some space, or name an output on another disk; {hint}"
     return ResourceError(f"{target}: can't be written ({reason})", hint=hint)
+
+
+def _too_long(out: Path) -> ConfigError:
+    return ConfigError(f"{out}: the name is too long for a temporary file beside it", hint="name a shorter one")

@@ -70,7 +70,7 @@ def test_out_is_the_input_by_any_link(source: Path, tmp_path: Path) -> None:
     (tmp_path / "far.cmf").symlink_to(tmp_path / "soft.cmf")
     (tmp_path / "sub").mkdir()
     for out in ("in.cmf", "hard.cmf", "soft.cmf", "far.cmf", "sub/../in.cmf"):
-        assert "is the input file" in refusal(ConfigError, source, tmp_path / out)
+        assert "is the same file as" in refusal(ConfigError, source, tmp_path / out)
     assert source.read_bytes() == before
 
 
@@ -96,9 +96,18 @@ def test_a_link_to_elsewhere_keeps_being_a_link(source: Path, tmp_path: Path) ->
 
 
 def test_a_name_too_long_for_its_temporary_file(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="too long"):
-        rewrite(source, tmp_path / ("x" * 250))
-    rewrite(source, tmp_path / ("x" * 200))
+    for length in (230, 255, 300, 5000):
+        assert "too long" in refusal(ConfigError, source, tmp_path / ("x" * length))
+    assert "too long" in refusal(ConfigError, source, tmp_path / ("ü" * 115))
+    rewrite(source, tmp_path / ("x" * 229))
+
+
+def test_sources_that_do_not_exist_yet(tmp_path: Path) -> None:
+    """As when a report must be neither the model nor its future output."""
+    (tmp_path / "report.json").write_text("{}")
+    check_output_path([tmp_path / "none.cmf"], tmp_path / "report.json", force=True)
+    with pytest.raises(ConfigError, match="same file"):
+        check_output_path([tmp_path / "none.cmf"], tmp_path / "sub" / ".." / "none.cmf", force=True)
 
 
 def mount(point: Path, *options: str) -> None:
