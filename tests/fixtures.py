@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -135,16 +135,14 @@ class Source:
 def write_arrays(
     path: Path, header: dict[str, Any], arrays: Arrays, *, dtype: DType = DType.F32, tokenizer: bytes | None = None
 ) -> Path:
-    """Arrays as a model file; an array that is uint8 is an f32 payload, written as it is."""
-    create_model(
-        path,
-        header=header,
-        tensors=[
-            (name, DType.F32 if array.ndim == 1 else dtype, array.shape, lambda array=array: array)
-            for name, array in arrays.items()
-        ],
-        vocab=tokenizer,
-    )
+    """Arrays as a model file: matrices as `dtype`, vectors f32. As f32, NaN and Inf are written too."""
+
+    def tensor(name: str, array: np.ndarray) -> tuple[str, DType, tuple[int, ...], Callable[[], np.ndarray]]:
+        stored = DType.F32 if array.ndim == 1 else dtype
+        raw = np.ascontiguousarray(array, "<f4").reshape(-1).view(np.uint8)
+        return name, stored, array.shape, lambda: raw if stored is DType.F32 else array
+
+    create_model(path, header=header, tensors=[tensor(*item) for item in arrays.items()], vocab=tokenizer)
     return path
 
 

@@ -113,8 +113,8 @@ def test_the_capacity_that_is_asked_for_is_enough_and_needed() -> None:
 
 
 STREAMING = ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-gemma-norm"]
-# f32 logits differ from f64 ones by up to 2.6e-4 on these texts (denominators of the far field nearly cancel). Where the
-# first two candidates are closer than twice that, either may win, and the rest of the row is another text.
+# f32 logits differ from f64 ones by up to 2.6e-4 on these texts (denominators of the far field nearly cancel).
+# Where the first two candidates are closer than twice that, either may win, and the rest of the row is another text.
 GAP_NOISE = 5e-4
 golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason=NO_GOLDEN)
 
