@@ -6,8 +6,9 @@ NOVELS_DIR is what `make_corpus.py` reads. Both learn from five novels only; Per
 small HuggingFace directory (config.json, tokenizer.json, model.safetensors) that `hf_to_cmf.py` turns into the .cmf.
 
 Ordinary torch.autograd on the CPU, one thread, everything drawn from one seed: the same machine and torch version give
-the same bytes. Some rows of a batch repeat an earlier passage, so that keys far back matter and a conversion of the
-attention has something to lose.
+the same bytes. Two phases (PHASES): short windows, in some of which a passage comes back, so that keys far back matter;
+then long windows, in some of which a phrase is stuck in a loop that the model must not carry on: small models loop in
+greedy decoding even with exact attention, and the generation gate is worth showing only where they don't.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ import argparse
 import json
 import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from make_corpus import HELD_OUT_NOVEL, TRAIN_NOVELS, novel_text
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-SHORT, LONG, TOKENS = 256, 512, 4096  # window lengths, and tokens in a step
+TOKENS = 4096  # in a step
+EVAL_SEQ = 512
 EOS = "<|endoftext|>"
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -47,6 +50,29 @@ CONFIG = {
     "eos_token_id": 0,
     "torch_dtype": "float16",
 }
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Steps of one kind. The learning rate falls along a cosine that reaches its end after `horizon` steps."""
+
+    steps: int
+    horizon: int
+    warmup: int
+    lr: float
+    seq: int
+    repeat: float  # share of the windows in which a passage comes back
+    loop: float  # share of the windows in which a phrase loops
+
+    def learning_rate(self, step: int) -> float:
+        cosine = 0.5 * (1 + math.cos(math.pi * step / self.horizon))
+        return self.lr * min(1.0, step / self.warmup) * (0.01 + 0.99 * cosine)
+
+
+PHASES = (
+    Phase(steps=1400, horizon=3600, warmup=100, lr=8e-3, seq=256, repeat=0.25, loop=0.0),
+    Phase(steps=300, horizon=300, warmup=20, lr=4e-3, seq=512, repeat=0.0, loop=0.25),
+)
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
@@ -153,6 +179,35 @@ def sample_rows(ids: Tensor, batch: int, seq: int, repeat: float, generator: tor
     return rows
 
 
+def add_loops(rows: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Rows with a phrase of 4 to 24 tokens said again and again before the text goes on, and masks of these targets.
+
+    masks [2, B, T + 1] bool: what is not learned (all copies), and what is to be made unlikely (the copies but for
+    their first three tokens: until then nothing tells a loop from chance).
+    """
+    masks = torch.zeros(2, *rows.shape, dtype=torch.bool)
+    draw = lambda low, high: int(torch.randint(low, high, (1,), generator=generator))  # noqa: E731
+    for i, row in enumerate(rows):
+        period = draw(4, 25)
+        length = min(period * draw(1, 8), len(row) // 2)
+        start = draw(period, len(row) - length)
+        phrase = row[start - period : start].repeat(8)[:length]
+        row[start + length :] = row[start:-length].clone()
+        row[start : start + length] = phrase
+        masks[0, i, start : start + length] = True
+        masks[1, i, start + 3 : start + length] = True
+    return rows, masks
+
+
+def loss_of(weights: dict[str, Tensor], rows: Tensor, masks: Tensor) -> Tensor:
+    """Cross-entropy, and the unlikelihood -log(1 - p) of what carries a loop on (Welleck et al. 2020)."""
+    log_p = logits(weights, rows[:, :-1], linear=_Bf16Linear.apply).log_softmax(-1)
+    log_p = log_p.gather(-1, rows[:, 1:, None])[..., 0]
+    skipped, unlikely = masks[:, :, 1:]
+    doubt = -torch.log1p(-log_p.exp().clamp(max=1 - 1e-4))
+    return (torch.where(skipped, 0.0, -log_p) + torch.where(unlikely, doubt, 0.0)).mean()
+
+
 @torch.no_grad()
 def perplexity(weights: dict[str, Tensor], ids: Tensor, windows: int, seq: int) -> float:
     stride = (len(ids) - seq - 1) // windows
@@ -166,47 +221,45 @@ def save(weights: dict[str, Tensor], path: Path) -> None:
     save_file(rounded, path, metadata={"format": "pt"})
 
 
-def train(weights: dict[str, Tensor], train_ids: Tensor, val_ids: Tensor, args: argparse.Namespace) -> None:
-    """Muon for the layers' matrices, AdamW for embedding and gains. Short windows first: they cost less a token."""
-    generator = torch.Generator().manual_seed(args.seed)
+def train(weights: dict[str, Tensor], train_ids: Tensor, val_ids: Tensor, phase: Phase, seed: int, path: Path) -> None:
+    """Muon for the layers' matrices, AdamW for embedding and gains. Saves to `path` every 100 steps."""
+    generator = torch.Generator().manual_seed(seed)
     for tensor in weights.values():
         tensor.requires_grad_()
     embedding = weights["model.embed_tokens.weight"]
     matrices = [t for t in weights.values() if t.ndim == 2 and t is not embedding]
     gains = [t for t in weights.values() if t.ndim == 1]
     adamw = torch.optim.AdamW([embedding, *gains], betas=(0.9, 0.98), weight_decay=0.0)
-    muon = torch.optim.Muon(matrices, weight_decay=args.decay, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     began = time.monotonic()
-    for step in range(1, args.steps + 1):
-        lr = args.lr * min(1.0, step / 100) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / args.steps)))
+    batch = TOKENS // phase.seq
+    looping = round(batch * phase.loop)
+    for step in range(1, phase.steps + 1):
         for group in (*adamw.param_groups, *muon.param_groups):
-            group["lr"] = lr
-        seq = SHORT if step <= 0.7 * args.steps else LONG
-        rows = sample_rows(train_ids, TOKENS // seq, seq, args.repeat, generator)
-        predicted = logits(weights, rows[:, :-1], linear=_Bf16Linear.apply)
-        loss = F.cross_entropy(predicted.flatten(0, 1), rows[:, 1:].flatten())
+            group["lr"] = phase.learning_rate(step)
+        rows = sample_rows(train_ids, batch, phase.seq, phase.repeat, generator)
+        masks = torch.zeros(2, *rows.shape, dtype=torch.bool)
+        if looping:
+            rows[:looping], masks[:, :looping] = add_loops(rows[:looping], generator)
+        loss = loss_of(weights, rows, masks)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
         for optimizer in (adamw, muon):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        if step % args.log_every == 0 or step == args.steps:
-            seen, unseen = (perplexity(weights, ids, 24, LONG) for ids in (train_ids, val_ids))
+        if step % 100 == 0 or step == phase.steps:
+            seen, unseen = (perplexity(weights, ids, 24, EVAL_SEQ) for ids in (train_ids, val_ids))
             clock = time.monotonic() - began
             print(f"step {step} loss {loss.item():.4f} seen {seen:.2f} unseen {unseen:.2f} {clock:.0f} s", flush=True)
-            save(weights, args.out / "model.safetensors")
+            save(weights, path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="train the demo model")
     parser.add_argument("novels", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=3600)
-    parser.add_argument("--repeat", type=float, default=0.25, help="share of the rows in which a passage comes back")
-    parser.add_argument("--lr", type=float, default=8e-3)
-    parser.add_argument("--decay", type=float, default=0.1)
+    parser.add_argument("--phases", type=int, nargs="+", default=[1, 2], help="2 alone goes on from OUT_DIR")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log-every", type=int, default=250)
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -221,9 +274,15 @@ def main() -> None:
     val_ids = torch.tensor(tokenizer.encode(held_out, add_special_tokens=False).ids, dtype=torch.int64)
     print(f"{len(train_ids)} training tokens, {len(val_ids)} held out", flush=True)
 
-    weights = init_weights(torch.Generator().manual_seed(args.seed))
-    print(f"{sum(t.numel() for t in weights.values())} parameters", flush=True)
-    train(weights, train_ids, val_ids, args)
+    path = args.out / "model.safetensors"
+    for number in args.phases:
+        # Phase 2 starts from the file, whose matrices are f16: alone it is the same as after phase 1 in one run.
+        if number == 1:
+            weights = init_weights(torch.Generator().manual_seed(args.seed))
+        else:
+            weights = {name: tensor.float() for name, tensor in load_file(path).items()}
+        print(f"phase {number}: {sum(t.numel() for t in weights.values())} parameters", flush=True)
+        train(weights, train_ids, val_ids, PHASES[number - 1], args.seed + number - 1, path)
 
 
 if __name__ == "__main__":

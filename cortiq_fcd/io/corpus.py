@@ -51,7 +51,7 @@ class _Part:
 def load_corpus(
     *, train: Path | None, val: Path | None, max_train_bytes: int, max_val_bytes: int, model: CmfModel
 ) -> Corpus:
-    """Reads and tokenizes both texts. `train` None is the built-in text, `val` None holds out the end of train's tokens.
+    """Reads and tokenizes both texts. `train` None is the built-in text, `val` None holds out the end of its tokens.
 
     Paths that end in .npy (one-dimensional, any integer dtype) or .json (a list of integers) hold token ids.
     Raises CorpusError for what can't be read or holds no or wrong ids, TokenizerError when text meets no tokenizer.
@@ -147,7 +147,7 @@ class _Reader:
             raise CorpusError(
                 f"{source}: token id {ids[wrong[0]]} at position {wrong[0]} is outside the model's vocabulary: expected"
                 f" 0 to {self._vocab_size - 1}",
-                hint="use ids made by this model's own tokenizer",
+                hint="the ids must come from this model's own tokenizer",
             )
         checked = np.array(ids, dtype=np.int64)
         checked.flags.writeable = False
