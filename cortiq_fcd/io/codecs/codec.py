@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,7 @@ Payload = npt.NDArray[np.uint8]  # [nbytes], C-contiguous, any alignment
 Weights = npt.NDArray[np.float32]
 
 F16_MAX = 65504.0
+_BLOCK_WEIGHTS = 1 << 20  # encoded at a time: the many temporaries of an encoder stay small however large the tensor
 
 
 class PayloadError(Exception):
@@ -102,6 +103,12 @@ def require_finite(weights: Weights) -> None:
     if not np.isfinite(weights).all():
         where = int(np.flatnonzero(~np.isfinite(weights.reshape(-1)))[0])
         raise EncodeError(f"{weights.reshape(-1)[where]} at flat index {where}", nonfinite=True)
+
+
+def row_blocks(rows: int, cols: int) -> Iterator[slice]:
+    """Consecutive slices of rows, each of about a million weights."""
+    step = max(1, _BLOCK_WEIGHTS // max(1, cols))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def f16_scales(scales: Weights) -> npt.NDArray[np.float16]:

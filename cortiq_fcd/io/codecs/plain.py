@@ -18,6 +18,7 @@ from cortiq_fcd.io.codecs.codec import (
     element_count,
     require_finite,
     require_size,
+    row_blocks,
 )
 
 
@@ -69,7 +70,9 @@ def encode_bf16(weights: Weights) -> Payload:
     """Rounded to nearest even; EncodeError for NaN, Inf and what would round to Inf."""
     require_finite(weights)
     bits = np.ascontiguousarray(weights, np.float32).reshape(-1).view(np.uint32)
-    halves = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2")
+    halves = np.empty(bits.size, "<u2")
+    for block in row_blocks(bits.size, 1):
+        halves[block] = (bits[block] + (0x7FFF + ((bits[block] >> 16) & 1))) >> 16
     _refuse_overflow((halves & 0x7FFF) == 0x7F80, weights, "bf16", 3.3895314e38)
     return halves.view(np.uint8)
 

@@ -21,6 +21,7 @@ from cortiq_fcd.io.codecs.codec import (
     quantise,
     require_finite,
     require_size,
+    row_blocks,
 )
 from cortiq_fcd.io.layout import GROUP
 
@@ -65,10 +66,17 @@ def decode_q4_tiled(payload: Payload, shape: Shape) -> Weights:
 def encode_q4_block(weights: Weights) -> Payload:
     """Scale absmax / 7, rounded to f16 before quantising; a short last group is padded with zeros."""
     require_finite(weights)
-    flat = np.zeros(-(-weights.size // GROUP) * GROUP, np.float32)
-    flat[: weights.size] = weights.reshape(-1)
-    scales, nibbles = _quantise_groups(flat.reshape(-1, GROUP))
-    return np.concatenate([nibbles.reshape(-1), scales.view(np.uint8)])
+    flat = np.asarray(weights, np.float32).reshape(-1)
+    whole = weights.size // GROUP
+    groups = -(-weights.size // GROUP)
+    payload = np.empty(groups * (_NIBBLE_BYTES + 2), np.uint8)
+    nibbles = payload[: groups * _NIBBLE_BYTES].reshape(groups, _NIBBLE_BYTES)
+    scales = payload[groups * _NIBBLE_BYTES :].view("<f2")
+    _quantise_groups(flat[: whole * GROUP].reshape(whole, GROUP), scales[:whole], nibbles[:whole])
+    last = np.zeros((groups - whole, GROUP), np.float32)
+    last.reshape(-1)[: flat.size - whole * GROUP] = flat[whole * GROUP :]
+    _quantise_groups(last, scales[whole:], nibbles[whole:])
+    return payload
 
 
 def encode_q4_tiled(weights: Weights) -> Payload:
@@ -76,7 +84,7 @@ def encode_q4_tiled(weights: Weights) -> Payload:
     rows, groups = grouped_matrix(weights.shape)
     require_finite(weights)
     tiles = np.empty(rows * groups, _TILE)
-    tiles["scale"], tiles["nibbles"] = _quantise_groups(np.asarray(weights, np.float32).reshape(-1, GROUP))
+    _quantise_groups(np.asarray(weights, np.float32).reshape(-1, GROUP), tiles["scale"], tiles["nibbles"])
     return tiles.view(np.uint8)
 
 
@@ -98,6 +106,8 @@ def pack_nibbles(q: npt.NDArray[np.int8]) -> Payload:
     return packed
 
 
-def _quantise_groups(groups: Weights) -> tuple[npt.NDArray[np.float16], Payload]:
-    scales = f16_scales(np.abs(groups).max(axis=1, initial=0.0) / np.float32(7))
-    return scales, pack_nibbles(quantise(groups, scales.astype(np.float32)[:, None], -8, 7))
+def _quantise_groups(groups: Weights, scales: npt.NDArray[np.float16], nibbles: Payload) -> None:
+    """Fill `scales` [groups] and `nibbles` [groups, 16] from weights [groups, 32]."""
+    for block in row_blocks(groups.shape[0], GROUP):
+        scales[block] = f16_scales(np.abs(groups[block]).max(axis=1, initial=0.0) / np.float32(7))
+        nibbles[block] = pack_nibbles(quantise(groups[block], scales[block].astype(np.float32)[:, None], -8, 7))

@@ -23,6 +23,7 @@ from cortiq_fcd.io.codecs.codec import (
     quantise,
     require_finite,
     require_size,
+    row_blocks,
 )
 from cortiq_fcd.io.codecs.q4 import pack_nibbles, scaled_nibbles
 from cortiq_fcd.io.layout import GROUP
@@ -81,15 +82,21 @@ def encode_q4tp(weights: Weights) -> Payload:
     """
     rows, groups = grouped_matrix(weights.shape)
     require_finite(weights)
-    grouped = np.asarray(weights, np.float32).reshape(rows, groups, GROUP)
-    wanted = np.abs(grouped).max(axis=2, initial=0.0) / np.float32(7)
-    lo, step = _fit_ladders(wanted)
-    ladder = ladders(lo, step)
-    if not np.isfinite(ladder).all():
-        raise EncodeError("the scales of a row do not fit its ladder")
-    rungs, nibbles = _best_rungs(grouped, wanted, ladder)
-    params = np.stack([lo, step], axis=1).astype("<f2")
-    return np.concatenate([nibbles.reshape(-1), params.reshape(-1).view(np.uint8), pack_rungs(rungs).reshape(-1)])
+    payload = np.empty(q4tp_nbytes(weights.shape), np.uint8)
+    params_at = rows * groups * _NIBBLE_BYTES
+    nibbles = payload[:params_at].reshape(rows, groups, _NIBBLE_BYTES)
+    params = payload[params_at : params_at + 4 * rows].view("<f2").reshape(rows, 2)
+    packed = payload[params_at + 4 * rows :].reshape(rows, _rung_bytes(groups))
+    for block in row_blocks(rows, groups * GROUP):
+        grouped = np.asarray(weights[block], np.float32).reshape(block.stop - block.start, groups, GROUP)
+        wanted = np.abs(grouped).max(axis=2, initial=0.0) / np.float32(7)
+        params[block, 0], params[block, 1] = _fit_ladders(wanted)
+        ladder = ladders(params[block, 0], params[block, 1])
+        if not np.isfinite(ladder).all():
+            raise EncodeError("the scales of a row do not fit its ladder")
+        rungs, nibbles[block] = _best_rungs(grouped, wanted, ladder)
+        packed[block] = pack_rungs(rungs)
+    return payload
 
 
 def ladders(lo: npt.NDArray[np.float16], step: npt.NDArray[np.float16]) -> Weights:
@@ -145,6 +152,7 @@ def _f16_at_most(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float16]:
 
 
 def _best_rungs(grouped: Weights, wanted: Weights, ladder: Weights) -> tuple[Rungs, Payload]:
+    """Rungs [rows, groups] and nibble bytes [rows, groups, 16]."""
     above = (ladder[:, None, :] < wanted[:, :, None]).sum(axis=2)  # the first rung that does not clip
     best_error = np.full(wanted.shape, np.inf)
     best_rung = np.zeros(wanted.shape, np.intp)
@@ -156,4 +164,4 @@ def _best_rungs(grouped: Weights, wanted: Weights, ladder: Weights) -> tuple[Run
         error = np.square(grouped - q * scale, dtype=np.float64).sum(axis=2)
         better = error < best_error
         best_error[better], best_rung[better], best_q[better] = error[better], rung[better], q[better]
-    return best_rung, pack_nibbles(best_q.reshape(-1, GROUP))
+    return best_rung, pack_nibbles(best_q.reshape(-1, GROUP)).reshape(*wanted.shape, _NIBBLE_BYTES)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from cortiq_fcd.io.codecs.codec import (
     F16_MAX,
+    EncodeError,
     Payload,
     PayloadError,
     Shape,
@@ -24,6 +25,7 @@ from cortiq_fcd.io.codecs.codec import (
     require_finite,
     require_payload,
     require_size,
+    row_blocks,
 )
 from cortiq_fcd.io.layout import GROUP
 
@@ -90,11 +92,25 @@ def encode_vbit_ro(weights: Weights) -> Payload:
     """
     rows, groups = grouped_matrix(weights.shape)
     require_finite(weights)
-    grouped = np.asarray(weights, np.float32).reshape(rows, groups, GROUP)
     widths = np.zeros(rows, np.uint8)
     scales = np.zeros((rows, groups), "<f2")
-    packed: list[bytes] = [b""] * rows
-    allowed = _ERROR * np.sqrt(np.square(grouped, dtype=np.float64).mean()) if grouped.size else 0.0
+    packed: list[bytes] = []
+    blocks = list(row_blocks(rows, groups * GROUP))
+    energy = sum(float(np.square(weights[block], dtype=np.float64).sum()) for block in blocks)
+    allowed = _ERROR * (energy / max(1, weights.size)) ** 0.5
+    for block in blocks:
+        grouped = np.asarray(weights[block], np.float32).reshape(block.stop - block.start, groups, GROUP)
+        packed += _encode_rows(grouped, allowed, widths[block], scales[block])
+    starts = _row_starts(widths, groups)
+    if int(starts[-1]) > 0xFFFFFFFF:
+        raise EncodeError("the packed rows pass 4 GiB, which u32 offsets can't reach")
+    parts = [widths.tobytes(), scales.tobytes(), starts.astype("<u4").tobytes(), *packed]
+    return np.frombuffer(b"".join(parts), np.uint8)
+
+
+def _encode_rows(grouped: Weights, allowed: float, widths: Widths, scales: npt.NDArray[np.float16]) -> list[bytes]:
+    """Fill widths [rows] (0 = still open) and scales [rows, groups]; the packed bytes of each row."""
+    packed = [b""] * widths.size
     for width in WIDTHS:
         todo = np.flatnonzero(widths == 0)
         row_scales, q = _quantise_rows(grouped[todo], width)
@@ -103,11 +119,7 @@ def encode_vbit_ro(weights: Weights) -> Payload:
         widths[kept], scales[kept] = width, row_scales[good]
         for row, bits in zip(kept, _pack_rows(q[good], width), strict=True):
             packed[row] = bits.tobytes()
-    starts = _row_starts(widths, groups)
-    if int(starts[-1]) > 0xFFFFFFFF:
-        raise PayloadError("the packed rows pass 4 GiB, which u32 offsets can't reach")
-    parts = [widths.tobytes(), scales.tobytes(), starts.astype("<u4").tobytes(), *packed]
-    return np.frombuffer(b"".join(parts), np.uint8)
+    return packed
 
 
 def _read_widths(payload: Payload, rows: int) -> Widths:
