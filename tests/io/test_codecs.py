@@ -245,6 +245,14 @@ def test_encoding_does_not_change_its_input_and_takes_strided_arrays(name: str) 
 
 
 @pytest.mark.parametrize("name", ENCODABLE)
+def test_encoders_give_the_same_in_small_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = awkward_weights((13, 96), 0)
+    whole = codec(name).encode(weights)
+    monkeypatch.setattr("cortiq_fcd.io.codecs.codec._BLOCK_WEIGHTS", 200)
+    assert np.array_equal(codec(name).encode(weights), whole)
+
+
+@pytest.mark.parametrize("name", ENCODABLE)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_encoders_refuse_non_finite_weights(name: str, bad: float) -> None:
     weights = np.ones((2, 32), np.float32)
