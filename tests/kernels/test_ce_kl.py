@@ -128,7 +128,7 @@ def compare_with_torch(student: Tensor, teacher: Tensor, head: Tensor, targets: 
 @pytest.mark.parametrize("V", [2, 1009, 250_000])
 @pytest.mark.parametrize("size", [0.01, 1.0, 100.0])
 def test_kl_to_itself_is_zero(V: int, size: float, dtype: torch.dtype) -> None:
-    """Up to rounding: a matrix product may round the same row differently at another place, which moves logits by an ulp."""
+    """Up to rounding: a matrix product may round the same row differently elsewhere, which moves logits by an ulp."""
     student, _, head, targets, _ = case(3, 4, V, size=size)
     student, head = student.to(dtype), head.to(dtype)
     eps = torch.finfo(dtype).eps
@@ -147,7 +147,7 @@ def test_kl_to_itself_is_zero(V: int, size: float, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("V", [2, 1009, 250_000])
 def test_small_kl_is_never_negative(V: int) -> None:
-    """Logits that differ by `change`: KL is about change^2 / 2. Its f32 noise is 2 ulp of 1, whatever the vocabulary."""
+    """Logits that differ by `change`: KL is about change^2 / 2, its f32 noise 2 ulp of 1 for any vocabulary."""
     student, teacher, head, _, _ = case(4, 4, V)
     for change in (1e-1, 1e-2, 1e-3, 1e-4, 1e-6):
         near, far, rounded_head = (x.float() for x in (student + change * teacher, student, head))
@@ -205,7 +205,7 @@ def test_nll_sum(size: tuple[int, int, int]) -> None:
 
 
 def test_a_large_vocabulary() -> None:
-    """dhidden ends in a product over 250,000 entries, whose f32 error is the same for torch: hence the rule against torch."""
+    """dhidden ends in a product over 250,000 entries, whose f32 error torch shares: hence the rule against torch."""
     student, teacher, head, targets, _ = case(3, 8, 250_000)
     student, teacher, head = student.float(), teacher.float(), head.float()
     result = ce_kl(student, teacher, head, targets, 0.7)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import mpmath
 import numpy as np
 import pytest
@@ -99,7 +101,7 @@ def cholesky_calls(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 def test_ridge_grows_until_the_factorisation_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a ridge of 1e-20 a gram of rank one fails at first; a full-rank one in the same batch keeps its own ridge."""
+    """With a ridge of 1e-20 a gram of rank one fails at first; a full-rank one beside it keeps its own ridge."""
     monkeypatch.setattr(module, "RIDGE", 1e-20)
     q, k = case(2, 3, 3)
     q[0], k[0] = q[0, :1], k[0, :1]
@@ -107,7 +109,7 @@ def test_ridge_grows_until_the_factorisation_succeeds(monkeypatch: pytest.Monkey
     got = landmark_inverse(q, k, 0.5)
     monkeypatch.undo()
     assert 2 < len(seen) <= module.MAX_TRIES
-    for earlier, later in zip(seen[:-1], seen[1:], strict=True):
+    for earlier, later in itertools.pairwise(seen):
         assert torch.equal(earlier[1], later[1])
     ridge = 1e-20 * 10.0 ** (len(seen) - 1)
     assert torch.linalg.cholesky_ex(seen[-2][0]).info != 0

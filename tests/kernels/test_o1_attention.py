@@ -14,7 +14,7 @@ from tests.oracles import attention as oracle
 from tests.oracles.compare import Unchanged, assert_close, assert_differences, assert_within, autograd
 
 F64_BOUND = 1e-10
-# The rounding of 2^-24 in f32, times what a row's cancelling denominator makes of it (kappa), times a count of roundings.
+# One rounding in f32. A row's cancelling denominator multiplies it by kappa; a bound is a count of roundings.
 ROUNDING = 2.0**-24
 
 
@@ -128,7 +128,7 @@ def test_a_clamp_of_each_key_would_have_failed() -> None:
 
 
 def test_dropped_row_gets_no_far_gradient() -> None:
-    """dout on one dropped row alone: keys that only its far field could reach, and the landmarks, get exactly nothing."""
+    """dout on one dropped row alone: keys that only its far field could reach, and the landmarks, get nothing."""
     inputs, geometry, m = guard_case()
     q, k, v, dout = inputs
     M = frozen_inverse(q, k, geometry, m)
@@ -235,8 +235,8 @@ def test_logits_of_200(seed: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("late", [30, 35, 41, 42, 43, 44, 45, 60])
 def test_a_late_key_with_large_logits_leaves_earlier_rows_alone(late: int, dtype: torch.dtype) -> None:
-    """Key `late` has landmark logits 200 above the others, yet no query after the seal cares for it. Rows that do not see
-    it as far (or not at all) must keep the far field of the small keys, wherever in its chunk the key lies."""
+    """Key `late` has landmark logits 200 above the others, yet no query after the seal cares for it. Rows that see it
+    as near, or not at all, must keep the far field of the small keys, wherever in its chunk the key lies."""
     geometry = Geometry(36, 8, 2, 8**-0.5)
     assert geometry.chunk == 16
     q, k, v, dout = random_case(80, R=2, D=8, seed=1)

@@ -86,7 +86,7 @@ def test_f32_is_within_the_rows_own_noise(seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("late", [None, 30, 35, 41, 44, 60])
 def test_large_logits(late: int | None, dtype: torch.dtype) -> None:
-    """Logits up to 200 everywhere, or (late) one key whose landmark logits are 200 above all others when it turns far."""
+    """Logits up to 200 everywhere, or one key (late) whose landmark logits are 200 above all others."""
     geometry, m = Geometry(36, 8, 2, 8**-0.5), 4
     q, k, v, _ = random_case(80, R=2, D=8, seed=1)
     if late is None:

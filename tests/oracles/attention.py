@@ -61,8 +61,8 @@ def o1_attention(
 ) -> Joint:
     """The joint kernel from its definition. `clamp_each_key` is the wrong guard, to show that a test would see it.
 
-    Near weights are shifted by each row's near maximum, far ones follow; nothing else is done about range, so f64 holds for
-    logits up to about +-200. exp(q Kt) M exp(Qt k) is evaluated with exponents of +-|logit| each: 3 x 200 < 709.
+    Weights are shifted by each row's near maximum; nothing else is done about range. exp(q Kt) M exp(Qt k) shift has
+    exponents of up to |logit| each, so f64 holds for logits up to about +-170, and +-200 unless all four add up.
     """
     T, m = q.shape[-2], M.shape[-1]
     t, j = torch.arange(T)[:, None], torch.arange(T)

@@ -31,18 +31,17 @@ def assert_within(name: str, got: Tensor, want: Tensor, allowed: Tensor) -> None
     if not bool((excess > 0).any()):
         return
     order = excess.flatten().argsort(descending=True)[:8].tolist()
-    lines = [
-        f"  {tuple(i.item() for i in torch.unravel_index(torch.tensor(at), want.shape))}: got {got.flatten()[at].item():.9g}, "
-        f"expected {want.flatten()[at].item():.9g}, off by {error.flatten()[at].item():.3g}, "
-        f"allowed {allowed.flatten()[at].item():.3g}"
-        for at in order
-    ]
+    lines = []
+    for at in order:
+        where = tuple(i.item() for i in torch.unravel_index(torch.tensor(at), want.shape))
+        a, b, off, limit = (x.flatten()[at].item() for x in (got, want, error, allowed))
+        lines.append(f"  {where}: got {a:.9g}, expected {b:.9g}, off by {off:.3g}, allowed {limit:.3g}")
     count = int((excess > 0).sum())
     raise AssertionError(f"{name}: {count} of {want.numel()} entries are off; the worst:\n" + "\n".join(lines))
 
 
 def assert_no_worse_than(name: str, got: Tensor, rival: Tensor, want: Tensor) -> None:
-    """Error against f64 `want`: at most twice that of torch's own op in the same dtype, plus 4 ulp of the largest entry."""
+    """Error against f64 `want`: at most twice that of torch's own op in this dtype, plus 4 ulp of the largest entry."""
     assert got.dtype == rival.dtype, f"{name}: {got.dtype}, expected {rival.dtype}"
     largest = want.double().abs().max().item()
     rival_error = (rival.detach().double() - want.double()).abs().max().item()

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakMemory(TorchDispatchMode):
-    """Counts the storages that ops return while it is active, until their last tensor dies. What an op allocates and frees
-    inside itself is not seen, nor are tensors that existed before."""
+    """Counts the storages that ops return while it is active, until their last tensor dies. What an op allocates and
+    frees inside itself is not seen, nor are tensors that existed before."""
 
     def __init__(self) -> None:
         super().__init__()
