@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -164,17 +164,31 @@ def tiny_text(characters: int, seed: int = 0) -> str:
 
 
 def in_f64(weights: FrozenWeights) -> FrozenWeights:
-    """The same weights in f64."""
-    layers = tuple(
-        replace(
-            layer,
-            **{name: value.double() for name, value in vars(layer).items() if isinstance(value, Tensor)},
-        )
-        for layer in weights.layers
-    )
-    embed = weights.embed.double()
-    head = embed if weights.plan.tied else weights.head.double()
-    return replace(weights, embed=embed, layers=layers, final_norm=weights.final_norm.double(), head=head)
+    """The same weights in f64; what is one tensor stays one tensor."""
+    doubles: dict[int, Tensor] = {}
+
+    def converted(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return doubles.setdefault(id(value), value.double() if value.is_floating_point() else value)
+        if isinstance(value, tuple):
+            return tuple(converted(item) for item in value)
+        if is_dataclass(value):
+            return replace(value, **{f.name: converted(getattr(value, f.name)) for f in fields(value)})
+        return value
+
+    result: FrozenWeights = converted(weights)
+    return result
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor in a tree of dataclasses and tuples."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    if is_dataclass(value):
+        return [tensor for f in fields(value) for tensor in tensors_in(getattr(value, f.name))]
+    return []
 
 
 def golden_json(name: str) -> dict[str, Any]:

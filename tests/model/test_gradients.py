@@ -19,10 +19,9 @@ from torch import Tensor
 import cortiq_fcd.kernels
 from cortiq_fcd.model.adamw import gradient_norm
 from cortiq_fcd.model.conversion import Conversion
-from cortiq_fcd.model.layer import layer_bwd, layer_fwd
 from cortiq_fcd.model.perplexity import perplexity_at
 from cortiq_fcd.model.replica import Replica, hidden_states, loss_and_gradient, new_replica, reset_masters
-from tests.fixtures import Tiny, in_f64
+from tests.fixtures import Tiny, in_f64, tensors_in
 from tests.oracles import transformer
 from tests.oracles.compare import Unchanged, worst_error
 from tests.oracles.loss import ce
@@ -139,10 +138,7 @@ def test_hidden_states_are_those_of_the_oracle(name: str) -> None:
 def test_frozen_weights_and_masters_are_left_alone_and_the_gradient_is_overwritten() -> None:
     model = Tiny(biases="qkvo", tied=False)
     replica = moved(model.replica(dataclasses.replace(O1, layers=(1, 2), spec="deep2")))
-    frozen = [t for layer in replica.weights.layers for t in vars(layer).values() if t is not None]
-    unchanged = Unchanged(
-        replica.weights.embed, replica.weights.head, replica.weights.final_norm, *frozen, replica.masters.flat
-    )
+    unchanged = Unchanged(*tensors_in(replica.weights), replica.masters.flat)
     ids, targets = ids_and_targets(model)
     loss_and_gradient(replica, ids, targets, 0.7)
     first = replica.gradient.flat.clone()
@@ -222,6 +218,10 @@ def backward_kernels() -> set[str]:
     return {name for name in names if "_bwd" in name and not name.startswith("_")}
 
 
+# Of layers and gates that these models do not have.
+OF_OTHER_MODELS = {"causal_conv_bwd", "delta_rule_bwd", "gated_delta_net_bwd", "l2norm_bwd", "sigmoid_gate_bwd"}
+
+
 def test_every_backward_is_called_as_often_as_its_forward_needs() -> None:
     """4 layers, of which 1 and 3 are converted: the backward runs from layer 3 down to layer 1."""
     model = Tiny(layers=4)
@@ -241,17 +241,5 @@ def test_every_backward_is_called_as_often_as_its_forward_needs() -> None:
         "linear_bwd_weight": 2 * 2,  # down, gate and up of the trained layers
     }
     assert {name: counts[name] for name in expected} == expected
-    assert backward_kernels() <= expected.keys(), "a backward that this test does not know"
-
-
-def test_a_layer_that_is_not_trained_passes_the_same_gradient_down() -> None:
-    model = Tiny()
-    replica = model.replica(O1)
-    shape, angles, weights = replica.weights.shape, replica.rotation(SEQ), replica.weights.layers[1]
-    x = torch.randn(BATCH * SEQ, model.C, generator=torch.Generator().manual_seed(0))
-    dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
-    results = []
-    for grads in (None, replica.gradient.layers[1]):
-        _, saved = layer_fwd(x, weights, shape, angles, BATCH, replica.o1(O1.seal, SEQ))
-        results.append(layer_bwd(dy.clone(), saved, weights, angles, grads))
-    assert torch.equal(*results)
+    assert backward_kernels() <= expected.keys() | OF_OTHER_MODELS, "a backward that this test does not know"
+    assert not counts.keys() & OF_OTHER_MODELS
