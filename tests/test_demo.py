@@ -30,12 +30,13 @@ threads = 1
 """
 
 
-@pytest.fixture
-def small_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[2000])
+def small_demo(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's data in miniature; the parameter is the number of training tokens, a tenth of which validate."""
     data = tmp_path / "package" / "data"
     data.mkdir(parents=True)
     write_tiny_model(data / "demo.cmf")
-    train = write_ids(tmp_path / "train.npy", 2000)
+    train = write_ids(tmp_path / "train.npy", request.param)
     (data / "demo.toml").write_text(SETTINGS.format(train=train))
     monkeypatch.setattr(tour, "files", lambda package: tmp_path / "package")
 
@@ -60,6 +61,20 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"cortiq-fcd report {folder}/polished.cmf" in shown
     assert "\x1b" not in shown
     assert demo(folder) == 0, "a second run replaces its own output"
+
+
+@pytest.mark.usefixtures("small_demo")
+@pytest.mark.parametrize("small_demo", [10_000], indirect=True)
+def test_demo_shows_what_the_gate_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "demo"
+    assert demo(folder) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    gated = Report.read(folder / "polished.cmf.report.json")
+    ungated = Report.read(folder / "ungated.cmf.report.json")
+    assert tour.verdict_of(gated) == "rejected", "random weights loop"
+    assert (ungated.outcome, ungated.gate.reason) == ("polished", "switched off with --no-gate")
+    assert "The gate rejected every checkpoint" in shown
+    assert f"{folder}/ungated.cmf holds what perplexity alone chose" in shown
 
 
 @pytest.mark.usefixtures("small_demo")

@@ -120,10 +120,10 @@ def demo(
     progress: Progress = "auto",
 ) -> None:
     """Polish the small built-in model in DIR and explain the report. Nothing is downloaded."""
-    listener = _listener(progress, quiet=False, verbose=False)
+    _listener(progress, quiet=False, verbose=False)  # a wrong --progress ends here, before anything is imported
     from cortiq_fcd.cli.tour import run_tour
 
-    run_tour(folder, listener)
+    run_tour(folder, lambda: _listener(progress, quiet=False, verbose=False))
 
 
 @app.command()

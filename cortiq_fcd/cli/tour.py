@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Callable
 from importlib.resources import as_file, files
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from cortiq_fcd.cli.settings import resolve
+from cortiq_fcd.cli.settings import Flags, resolve
 from cortiq_fcd.display.guard import Guarded
-from cortiq_fcd.display.report_view import show_report
+from cortiq_fcd.display.report_view import perplexity_table, show_report
 from cortiq_fcd.errors import ConfigError
 from cortiq_fcd.stages.report import Report
+from cortiq_fcd.stages.sentence import sentence
 
-MODEL, SETTINGS, POLISHED = "demo.cmf", "demo.toml", "polished.cmf"
+MODEL, SETTINGS, POLISHED, UNGATED = "demo.cmf", "demo.toml", "polished.cmf", "ungated.cmf"
 
 INTRODUCTION = """\
 {folder}/{model} is a small language model that learned English from Jane Austen's novels.
@@ -24,9 +26,9 @@ INTRODUCTION = """\
 Attention normally looks at every earlier token, so each new token costs more than the one before. The O(1) kernel keeps
 a short window and a few landmarks instead: every token costs the same. The weights stay as they were, so the model gets
 worse, and may start to repeat itself. Polishing trains the converted layers until that damage is repaired as far as it
-can be. On two cores this takes a minute or two. It is the same as:
+can be. It is the same as:
 
-    cortiq-fcd polish {folder}/{model} {folder}/{polished} --config {folder}/{settings} --force
+    {command} polish {folder}/{model} {folder}/{polished} --config {folder}/{settings} --force
 """
 
 EXPLANATION = """\
@@ -39,37 +41,61 @@ pieces in generated text: 0 is none, 1 is nothing else. {verdict}
 
 VERDICTS = {
     "chosen": "The gate passed the checkpoint that was written.",
-    "rejected": "The gate rejected every checkpoint: a model this small loops whatever its perplexity is (it can loop "
-    "with exact attention too). What is written is then the conversion as it was, never something that only looks "
-    "better: {folder}/{polished} holds the weights of {folder}/{model}.",
+    "rejected": "The gate rejected every checkpoint: models this small tend to loop, with exact attention too. So what "
+    "was written is the conversion as it was, and {folder}/{polished} holds the weights of {folder}/{model}.",
     "nothing better": "No checkpoint beat the conversion as it was, so {folder}/{polished} holds the weights of "
     "{folder}/{model}.",
     "skipped": "The gate did not run, so perplexity alone chose.",
 }
 
-WHAT_NEXT = """\
-Both files are there to look at:
+WITHOUT_GATE = """\
+To see what was rejected, the same training again, now with perplexity alone choosing. It is the same as:
 
-    cortiq-fcd inspect {folder}/{polished}
-    cortiq-fcd verify {folder}/{polished}
-    cortiq-fcd report {folder}/{polished}
+    {command} polish {folder}/{model} {folder}/{ungated} --config {folder}/{settings} --no-gate --force
 """
 
+BOTH_FILES = """\
+{folder}/{ungated} holds what perplexity alone chose, {folder}/{polished} what passed the gate.
+"""
 
-def run_tour(folder: Path, listener: Guarded) -> None:
-    """Copy the model, polish it, show and explain the report."""
+WHAT_NEXT = """\
+Look at the files:
+
+    {command} inspect {folder}/{polished}
+    {command} verify {folder}/{polished}
+    {command} report {folder}/{polished}
+"""
+
+NewListener = Callable[[], Guarded]
+
+
+def run_tour(folder: Path, new_listener: NewListener) -> None:
+    """Copy the model, polish it, show and explain the report; if the gate rejected everything, show what it was."""
     console = Console(file=sys.stdout, highlight=False)
-    names = {"folder": str(folder), "model": MODEL, "settings": SETTINGS, "polished": POLISHED}
+    names = {"command": _command(), "folder": str(folder), "model": MODEL, "settings": SETTINGS}
+    names |= {"polished": POLISHED, "ungated": UNGATED}
     _copy_demo(folder)
-    _say(console, INTRODUCTION.format(**names))
-    settings = resolve({"output.force": True}, folder / SETTINGS)
+    _say(console, INTRODUCTION, names)
+    report = _polish(folder, POLISHED, {}, new_listener)
+    show_report(report, console)
+    verdict = verdict_of(report)
+    console.print()
+    _say(console, EXPLANATION, {**names, "verdict": VERDICTS[verdict].format(**names)})
+    if verdict == "rejected":
+        _say(console, WITHOUT_GATE, names)
+        ungated = _polish(folder, UNGATED, {"gate.enabled": False}, new_listener)
+        console.print(Text(sentence(ungated), style="bold"), perplexity_table(ungated), sep="\n\n")
+        console.print()
+        _say(console, BOTH_FILES, names)
+    _say(console, WHAT_NEXT, names)
+
+
+def _polish(folder: Path, out: str, flags: Flags, new_listener: NewListener) -> Report:
+    settings = resolve({**flags, "output.force": True}, folder / SETTINGS)
     from cortiq_fcd.stages import pipeline  # imports torch: not before it is needed
 
-    with listener:
-        report = pipeline.run(folder / MODEL, folder / POLISHED, settings, listener)
-    show_report(report, console)
-    _say(console, "\n" + EXPLANATION.format(verdict=VERDICTS[verdict_of(report)].format(**names), **names))
-    _say(console, WHAT_NEXT.format(**names))
+    with new_listener() as listener:
+        return pipeline.run(folder / MODEL, folder / out, settings, listener)
 
 
 def verdict_of(report: Report) -> str:
@@ -92,9 +118,15 @@ def _copy_demo(folder: Path) -> None:
             shutil.copyfile(built_in, target)
 
 
-def _say(console: Console, text: str) -> None:
-    """Print text whose paragraphs are broken by hand, joined so that any terminal width suits; indented lines stay."""
-    for paragraph in text.strip("\n").split("\n\n"):
+def _command() -> str:
+    """How this program was called, if that can be pasted into a shell."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "cortiq-fcd" and shutil.which("cortiq-fcd") is None else "cortiq-fcd"
+
+
+def _say(console: Console, text: str, names: dict[str, str]) -> None:
+    """Print paragraphs, filled in and broken where the terminal ends; indented ones as they are, to be pasted."""
+    for paragraph in text.format(**names).strip("\n").split("\n\n"):
         if paragraph.startswith("    "):
             console.print(Text(paragraph, style="cyan"), soft_wrap=True)
         else:

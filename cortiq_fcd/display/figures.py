@@ -19,6 +19,8 @@ def change(start: float | None, final: float | None) -> str:
     """The relative change in percent, signed."""
     if start is None or final is None or start == 0:
         return "-"
+    if start == final:
+        return "same"
     return f"{100 * (final - start) / start:+.1f} %"
 
 

@@ -109,6 +109,7 @@ def test_figures() -> None:
     assert figures.perplexity(123456.0) == "1.235e+05"
     assert figures.change(40.0, 36.0) == "-10.0 %"
     assert figures.change(None, 36.0) == "-"
+    assert figures.change(36.0, 36.0) == "same"
     assert figures.count(134_515_008) == "134.5 M"
     assert figures.size(999) == "999 B"
     assert figures.size(2_400_000_000) == "2.4 GB"
