@@ -71,7 +71,7 @@ def bench_pointwise() -> None:
     gate, up, dy = normal(N, F), normal(N, F), normal(N, F)
     W, wide = normal(F, C), normal(N, F)
     q = normal(2, 512, 9, 64).transpose(1, 2)
-    angles = rotation(512, 64, 1e4, like=q)
+    angles = rotation(512, [1e4 ** (-i / 32) for i in range(32)], like=q)
     norm_saved = rmsnorm_fwd(x, weight, 1e-5, plus_one=False)[1]
     glu_saved = swiglu_fwd(gate, up)[1]
     rows = []

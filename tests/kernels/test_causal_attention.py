@@ -26,11 +26,11 @@ def case(B: int, G: int, R: int, T: int, D: int, Dv: int, seed: int = 0) -> tupl
     return q, k, v, dout
 
 
-def check_against_oracle(size: tuple[int, ...], window: int | None) -> None:
+def check_against_oracle(size: tuple[int, ...], window: int | None, softcap: float | None = None) -> None:
     q, k, v, dout = case(*size)
     unchanged = Unchanged(q, k, v, dout)
-    want, wanted = autograd(lambda q, k, v: oracle.causal_attention(q, k, v, SCALE, window), (q, k, v), dout)
-    out, saved = causal_attention_fwd(q, k, v, SCALE, window=window)
+    want, wanted = autograd(lambda q, k, v: oracle.causal_attention(q, k, v, SCALE, window, softcap), (q, k, v), dout)
+    out, saved = causal_attention_fwd(q, k, v, SCALE, window=window, softcap=softcap)
     grads = causal_attention_bwd(dout, saved)
     # With one key a row p = 1, and dq, dk are exactly 0: bound them by the largest gradient of all.
     largest = max(g.abs().max().item() for g in wanted)
@@ -58,12 +58,19 @@ def test_oracle_around_the_window(T: int) -> None:
     check_against_oracle((2, 1, 2, T, 3, 2), 17)
 
 
-@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("softcap", [0.5, 2.0, 50.0])
+@pytest.mark.parametrize("size", [*SMALL, (1, 2, 2, BLOCK_ROWS + 1, 3, 2)])
+def test_oracle_with_a_soft_cap(size: tuple[int, ...], softcap: float, window: int | None) -> None:
+    check_against_oracle(size, window, softcap)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (4, None), (None, 0.7)])
 @pytest.mark.parametrize("size", SMALL)
-def test_finite_differences(size: tuple[int, ...], window: int | None) -> None:
+def test_finite_differences(size: tuple[int, ...], window: int | None, softcap: float | None) -> None:
     q, k, v, dout = case(*size)
-    grads = causal_attention_bwd(dout, causal_attention_fwd(q, k, v, SCALE, window=window)[1])
-    forward = lambda q, k, v: causal_attention_fwd(q, k, v, SCALE, window=window)[0]  # noqa: E731
+    grads = causal_attention_bwd(dout, causal_attention_fwd(q, k, v, SCALE, window=window, softcap=softcap)[1])
+    forward = lambda q, k, v: causal_attention_fwd(q, k, v, SCALE, window=window, softcap=softcap)[0]  # noqa: E731
     assert_differences("causal_attention", forward, (q, k, v), (grads.dq, grads.dk, grads.dv), dout)
 
 
@@ -119,13 +126,14 @@ def test_huge_logits_stay_finite(dtype: torch.dtype) -> None:
     assert_close("dv", grads.dv, wanted[2], bound)
 
 
+@pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("size", SMALL)
-def test_step_is_the_last_row(size: tuple[int, ...]) -> None:
+def test_step_is_the_last_row(size: tuple[int, ...], softcap: float | None) -> None:
     q, k, v, _ = case(*size)
     unchanged = Unchanged(q, k, v)
     for T in range(1, size[3] + 1):
-        want = oracle.causal_attention(q[..., :T, :], k[:, :, :T], v[:, :, :T], SCALE)[..., -1, :]
-        got = causal_attention_step(q[..., T - 1, :], k[:, :, :T], v[:, :, :T], SCALE)
+        want = oracle.causal_attention(q[..., :T, :], k[:, :, :T], v[:, :, :T], SCALE, softcap=softcap)[..., -1, :]
+        got = causal_attention_step(q[..., T - 1, :], k[:, :, :T], v[:, :, :T], SCALE, softcap=softcap)
         assert_close("step", got, want, 1e-13)
     unchanged.check()
 

@@ -58,16 +58,38 @@ def test_oracle(size: tuple[int, int, int], kl_weight: float, own_teacher_head: 
     unchanged.check()
 
 
+@pytest.mark.parametrize(("softcap", "teacher_softcap"), [(2.0, 2.0), (0.5, None), (None, 3.0), (30.0, 5.0)])
+@pytest.mark.parametrize("own_teacher_head", [False, True])
+def test_oracle_with_soft_caps(softcap: float | None, teacher_softcap: float | None, own_teacher_head: bool) -> None:
+    student, teacher, head, targets, other = case(13, 4, 101)
+    teacher_head = other if own_teacher_head else None
+    unchanged = Unchanged(student, teacher, head, targets, other)
+    caps = {"teacher_head": teacher_head, "softcap": softcap, "teacher_softcap": teacher_softcap}
+    result = ce_kl(student, teacher, head, targets, 0.7, **caps, budget_bytes=rows_budget(5, 101, 8))
+    kl = oracle.kl(student, teacher, head, **caps)
+    assert result.ce == pytest.approx(oracle.ce(student, head, targets, softcap).mean().item(), rel=1e-13)
+    assert result.kl == pytest.approx(kl.mean().item(), rel=1e-13)
+    one = torch.ones((), dtype=torch.float64)
+    _, (want,) = autograd(lambda s: oracle.loss(s, teacher, head, targets, 0.7, **caps), (student,), one)
+    assert_close("dhidden", result.dhidden, want, 1e-13)
+    assert_close("kl_rows", kl_rows(student, teacher, head, **caps), kl, 1e-13)
+    nll = oracle.ce(student, head, targets, softcap).sum().item()
+    assert nll_sum(student, head, targets, softcap=softcap) == pytest.approx(nll, rel=1e-13)
+    unchanged.check()
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("kl_weight", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("size", SIZES[1:])
-def test_finite_differences(size: tuple[int, int, int], kl_weight: float) -> None:
+def test_finite_differences(size: tuple[int, int, int], kl_weight: float, softcap: float | None) -> None:
     student, teacher, head, targets, _ = case(*size)
+    caps = {"softcap": softcap, "teacher_softcap": softcap}
 
     def forward(student: Tensor) -> Tensor:
-        result = ce_kl(student, teacher, head, targets, kl_weight)
+        result = ce_kl(student, teacher, head, targets, kl_weight, **caps)
         return torch.tensor((1 - kl_weight) * result.ce + kl_weight * result.kl, dtype=torch.float64)
 
-    grads = (ce_kl(student, teacher, head, targets, kl_weight).dhidden,)
+    grads = (ce_kl(student, teacher, head, targets, kl_weight, **caps).dhidden,)
     assert_differences("ce_kl", forward, (student,), grads, torch.ones((), dtype=torch.float64))
 
 
@@ -222,21 +244,21 @@ def test_chunk_rows_honours_the_budget() -> None:
     assert chunk_rows(250_000, 8, 4, budget_bytes=1) == 1
 
 
+@pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("rows", [4, 32])
 @pytest.mark.parametrize("own_teacher_head", [False, True])
-def test_peak_memory_is_the_budget(rows: int, own_teacher_head: bool) -> None:
+def test_peak_memory_is_the_budget(rows: int, own_teacher_head: bool, softcap: float | None) -> None:
     """Tensors alive at once, beyond the inputs: the chunk's logits and temporaries, and dhidden."""
     N, C, V = 64, 8, 4001
     student, teacher, head, targets, other = (x.float() if x.is_floating_point() else x for x in case(N, C, V))
     budget = rows_budget(rows, V, 4)
+    caps = {"softcap": softcap, "teacher_softcap": softcap, "teacher_head": other if own_teacher_head else None}
     with PeakMemory() as memory:
-        ce_kl(
-            student, teacher, head, targets, 0.7, budget_bytes=budget, teacher_head=other if own_teacher_head else None
-        )
+        ce_kl(student, teacher, head, targets, 0.7, budget_bytes=budget, **caps)
     small = 8 * N * (C + 8) * 4
     assert rows * V * 4 * 2 < memory.peak_bytes <= budget + small
     with PeakMemory() as memory:
-        nll_sum(student, head, targets, budget_bytes=budget)
+        nll_sum(student, head, targets, budget_bytes=budget, softcap=softcap)
     assert memory.peak_bytes <= budget + small
 
 

@@ -12,12 +12,16 @@ import torch
 from torch import Tensor
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, softcap: float | None = None
+) -> Tensor:
     T = q.shape[-2]
     t, j = torch.arange(T)[:, None], torch.arange(T)
     seen = (j <= t) & (t - j < (window or T))
-    logits = (q @ k[:, :, None].mT * scale).masked_fill(~seen, -torch.inf)
-    return torch.softmax(logits, -1) @ v[:, :, None]
+    logits = q @ k[:, :, None].mT * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return torch.softmax(logits.masked_fill(~seen, -torch.inf), -1) @ v[:, :, None]
 
 
 def segment_means(x: Tensor, prefix: int, segments: int) -> Tensor:
