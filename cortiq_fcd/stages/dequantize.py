@@ -21,7 +21,9 @@ def run(model: CmfModel, plan: ModelPlan, device: torch.device) -> FrozenWeights
     def read(name: str) -> Tensor:
         values = model.decode(name)
         # A sum is not finite as soon as one element is not; it is the cheapest pass over the whole tensor.
-        if not np.isfinite(values.sum(dtype=np.float64)):
+        with np.errstate(invalid="ignore"):  # Inf - Inf is the NaN that is looked for, not a reason to warn
+            total = values.sum(dtype=np.float64)
+        if not np.isfinite(total):
             _refuse(model, name, values)
         return torch.from_numpy(values)
 

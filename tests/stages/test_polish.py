@@ -122,6 +122,7 @@ GOOD, LOOPS = (0.1, 0.1, 0.1), (0.1, 0.36, 0.1)
 def test_selection_by_example(ppls: list[float], scores: list[tuple[float, ...]], best: int, passed: bool) -> None:
     trained, masters, _ = simulated(ppls, scores, every=False)
     assert (trained.best_step, masters, trained.passed) == (best, best, passed)
+    assert trained.evaluations[0].judgement is not None  # the baseline is always told
 
 
 def test_events_say_which_checkpoint_would_be_written() -> None:
