@@ -1,8 +1,9 @@
 """Cross-entropy and KL to a teacher over a frozen output head, in chunks of rows.
 
-    z_s = h_s W_s^T, z_t = h_t W_t^T              h [N, C], W [V, C]; p = softmax(z)
+    z_s = h_s W_s^T, z_t = h_t W_t^T  [z = cap tanh(z / cap)]      h [N, C], W [V, C]; p = softmax(z)
     ce = mean_n(lse(z_s) - z_s[target]);   kl = mean_n sum_v p_t (log p_t - log p_s)
-    L = (1 - w) ce + w kl;   dz_s = ((1 - w)(p_s - onehot) + w (p_s - p_t)) / N;   dh_s = dz_s W_s
+    L = (1 - w) ce + w kl;   dz_s = ((1 - w)(p_s - onehot) + w (p_s - p_t)) / N  [* (1 - (z_s / cap)^2)]
+    dh_s = dz_s W_s;   in brackets: with a soft cap
 
 Logits of a chunk live only while the chunk is worked on. When teacher and student share the head, their rows share one
 product. The head and the teacher get no gradient. KL is evaluated as -sum p_t d + (sum p_s - sum p_t),
@@ -19,7 +20,7 @@ from torch import Tensor
 
 # Memory for the logits of a chunk and their temporaries, all together.
 CHUNK_BYTES = 160 << 20
-# Student logits, teacher logits and the two temporaries of the same size that are alive at once.
+# Student logits, teacher logits and the two temporaries of the same size alive (three with a soft cap).
 _LIVE_COPIES = 4
 
 
@@ -45,11 +46,14 @@ def ce_kl(
     kl_weight: float,
     *,
     teacher_head: Tensor | None = None,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
     budget_bytes: int = CHUNK_BYTES,
 ) -> Loss:
     """Loss and its gradient for student, teacher [N, C], head [V, C], targets [N] (int64).
 
-    `teacher_head` [V, C] only when the teacher has a head of its own. Raises ValueError when the shapes don't meet.
+    `teacher_head` [V, C] only when the teacher has a head of its own; the soft caps are of the student's and of the
+    teacher's logits. Raises ValueError when the shapes don't meet.
     """
     _check(student, head, targets)
     _check_teacher(student, teacher, head, teacher_head)
@@ -59,60 +63,75 @@ def ce_kl(
     dhidden = torch.empty_like(student)
     ce = torch.zeros((), dtype=torch.float64, device=student.device)
     kl = torch.zeros_like(ce)
-    rows = chunk_rows(head.shape[0], student.element_size(), _LIVE_COPIES, budget_bytes)
+    copies = _LIVE_COPIES if softcap is None else _LIVE_COPIES + 1
+    rows = chunk_rows(head.shape[0], student.element_size(), copies, budget_bytes)
     for start in range(0, N, rows):
         chunk = slice(start, min(start + rows, N))
-        sums = _chunk(
-            student[chunk], teacher[chunk], head, targets[chunk, None], kl_weight, teacher_head, dhidden[chunk]
-        )
+        logits = _logits(student[chunk], teacher[chunk], head, teacher_head, softcap, teacher_softcap)
+        sums = _chunk(logits, head, targets[chunk, None], kl_weight, softcap, dhidden[chunk])
+        del logits
         ce += sums[0]
         kl += sums[1]
     return Loss(float(ce) / N, float(kl) / N, dhidden.div_(N))
 
 
 def _chunk(
-    student: Tensor,
-    teacher: Tensor,
+    logits: tuple[Tensor, Tensor],
     head: Tensor,
     target: Tensor,
     kl_weight: float,
-    teacher_head: Tensor | None,
+    softcap: float | None,
     dhidden: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Sums of ce and kl over a chunk; writes N times its gradient into dhidden.
+    """Sums of ce and kl over a chunk, whose logits are used up; writes N times its gradient into dhidden.
 
-    A function of its own so that a chunk's logits are gone before the next chunk's are made.
+    A function of its own so that a chunk's temporaries are gone before the next chunk's are made.
     """
-    z_s, z_t = _logits(student, teacher, head, teacher_head)
+    z_s, z_t = logits
+    slope = None if softcap is None else 1 - (z_s / softcap).square_()
     log_ratio = z_s - z_t
     p_s, lse_s, target_logit = _softmax_(z_s, target)
     p_t, lse_t, _ = _softmax_(z_t, target)
-    log_ratio += (lse_t - lse_s).to(log_ratio.dtype)
-    rows_kl = p_s.sum(-1) - p_t.sum(-1) - torch.linalg.vecdot(p_t, log_ratio)
+    rows_kl = _kl(p_s, p_t, log_ratio, lse_s, lse_t)
     dz = p_s.sub_(p_t, alpha=kl_weight)
     dz.scatter_add_(1, target, torch.full_like(target, kl_weight - 1, dtype=dz.dtype))
-    torch.mm(dz, head, out=dhidden)
-    return (lse_s - target_logit).sum(dtype=torch.float64), rows_kl.clamp_min_(0).sum(dtype=torch.float64)
+    torch.mm(dz if slope is None else dz.mul_(slope), head, out=dhidden)
+    return (lse_s - target_logit).sum(dtype=torch.float64), rows_kl.sum(dtype=torch.float64)
 
 
-def kl_rows(student: Tensor, teacher: Tensor, head: Tensor, *, teacher_head: Tensor | None = None) -> Tensor:
+def _kl(p_s: Tensor, p_t: Tensor, log_ratio: Tensor, lse_s: Tensor, lse_t: Tensor) -> Tensor:
+    """KL of each row, [n]; log_ratio arrives as z_s - z_t and is used up."""
+    log_ratio += (lse_t - lse_s).to(log_ratio.dtype)
+    rows: Tensor = p_s.sum(-1) - p_t.sum(-1) - torch.linalg.vecdot(p_t, log_ratio)
+    return rows.clamp_min_(0)
+
+
+def kl_rows(
+    student: Tensor,
+    teacher: Tensor,
+    head: Tensor,
+    *,
+    teacher_head: Tensor | None = None,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+) -> Tensor:
     """KL(teacher || student) of each row, [N], for student and teacher [N, C] (one chunk: N * V logits).
 
     Raises ValueError when the shapes don't meet.
     """
     _check(student, head)
     _check_teacher(student, teacher, head, teacher_head)
-    z_s, z_t = _logits(student, teacher, head, teacher_head)
+    z_s, z_t = _logits(student, teacher, head, teacher_head, softcap, teacher_softcap)
     none = torch.zeros(student.shape[0], 1, dtype=torch.int64, device=student.device)
     log_ratio = z_s - z_t
     p_s, lse_s, _ = _softmax_(z_s, none)
     p_t, lse_t, _ = _softmax_(z_t, none)
-    log_ratio += (lse_t - lse_s).to(log_ratio.dtype)
-    rows: Tensor = p_s.sum(-1) - p_t.sum(-1) - torch.linalg.vecdot(p_t, log_ratio)
-    return rows.clamp_min_(0)
+    return _kl(p_s, p_t, log_ratio, lse_s, lse_t)
 
 
-def nll_sum(hidden: Tensor, head: Tensor, targets: Tensor, *, budget_bytes: int = CHUNK_BYTES) -> float:
+def nll_sum(
+    hidden: Tensor, head: Tensor, targets: Tensor, *, softcap: float | None = None, budget_bytes: int = CHUNK_BYTES
+) -> float:
     """Sum over rows of -log softmax(hidden head^T)[target], in nats: hidden [N, C], head [V, C], targets [N].
 
     Raises ValueError when the shapes don't meet.
@@ -122,17 +141,30 @@ def nll_sum(hidden: Tensor, head: Tensor, targets: Tensor, *, budget_bytes: int 
     rows = chunk_rows(head.shape[0], hidden.element_size(), 2, budget_bytes)
     for start in range(0, hidden.shape[0], rows):
         chunk = slice(start, start + rows)
-        logits = torch.mm(hidden[chunk], head.T)
+        logits = _capped_(torch.mm(hidden[chunk], head.T), softcap)
         target_logit = logits.gather(1, targets[chunk, None])
         total += (torch.logsumexp(logits, -1, keepdim=True) - target_logit).sum(dtype=torch.float64)
     return float(total)
 
 
-def _logits(student: Tensor, teacher: Tensor, head: Tensor, teacher_head: Tensor | None) -> tuple[Tensor, Tensor]:
-    if teacher_head is not None:
-        return torch.mm(student, head.T), torch.mm(teacher, teacher_head.T)
-    both = torch.mm(torch.cat((student, teacher)), head.T)
-    return both[: student.shape[0]], both[student.shape[0] :]
+def _logits(
+    student: Tensor,
+    teacher: Tensor,
+    head: Tensor,
+    teacher_head: Tensor | None,
+    softcap: float | None,
+    teacher_softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    if teacher_head is None:
+        both = torch.mm(torch.cat((student, teacher)), head.T)
+        z_s, z_t = both[: student.shape[0]], both[student.shape[0] :]
+    else:
+        z_s, z_t = torch.mm(student, head.T), torch.mm(teacher, teacher_head.T)
+    return _capped_(z_s, softcap), _capped_(z_t, teacher_softcap)
+
+
+def _capped_(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _softmax_(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:

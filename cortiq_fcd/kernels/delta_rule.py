@@ -8,12 +8,12 @@ Within a chunk that begins with state S0, with G the running sum of log g and D[
     O = e^G Q S0 + P U,   P[t, i] = D[t, i] (q_t . k_i), i <= t
     S' = e^{G_end} S0 + (e^{G_end - G} K)^T U
 
-so that, with (I + L)^-1 applied to beta V and beta e^G K for all chunks at once, only S goes from chunk to chunk. The backward
-runs the state's gradient from the last chunk to the first in the same way; everything else is again one batch. Only
-differences of log decays that are <= 0 are exponentiated, so no decay is too strong.
+so that, with (I + L)^-1 applied to beta V and beta e^G K for all chunks at once, only S goes from chunk to chunk. The
+backward runs the state's gradient from the last chunk to the first in the same way; everything else is again one batch.
+Only differences of log decays that are <= 0 are exponentiated, so no decay is too strong.
 
-q, k [B, G, T, Dk] (normalised); v [B, G, R, T, Dv]: R value heads share a key head; log_g, beta [B, G, R, T]; n chunks of
-c positions. Source: Yang et al. 2024 (Gated Delta Networks, arXiv 2412.06464); docs/maths.md has the derivation.
+q, k [B, G, T, Dk] (normalised); v [B, G, R, T, Dv]: R value heads share a key head; log_g, beta [B, G, R, T]; n chunks
+of c positions. Source: Yang et al. 2024 (Gated Delta Networks, arXiv 2412.06464); docs/maths.md has the derivation.
 """
 
 from __future__ import annotations
@@ -35,19 +35,30 @@ class _Chunks:
     k: Tensor  # [B, G, n, c, Dk]
     v: Tensor  # [.., c, Dv]
     beta: Tensor  # [.., c, 1]
-    G: Tensor  # [.., c, 1], running sum of log g
+    from_start: Tensor  # exp(G), [.., c, 1]
+    to_end: Tensor  # exp(G_end - G), [.., c, 1]
+    decay: Tensor  # exp(G_t - G_i) for i <= t, else 0, [.., c, c]
 
     @property
-    def decay(self) -> Tensor:
-        """exp(G_t - G_i) for i <= t, else 0, [.., c, c]."""
-        difference = self.G - self.G.mT
-        below = torch.ones(difference.shape[-2:], dtype=torch.bool, device=difference.device).tril_()
-        return difference.masked_fill_(~below, -torch.inf).exp_()
+    def whole(self) -> Tensor:
+        """exp(G_end), [.., 1, 1]."""
+        return self.from_start[..., -1:, :]
 
-    @property
-    def to_end(self) -> Tensor:
-        """exp(G_end - G), [.., c, 1]."""
-        return (self.G[..., -1:, :] - self.G).exp_()
+
+def _chunks(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor, beta: Tensor) -> _Chunks:
+    # G reaches hundreds at strong decay, and its differences must keep their digits: f64 up to the exponential.
+    G = _cut(log_g.double().unsqueeze(-1)).cumsum(-2)
+    difference = G - G.mT
+    above = torch.ones(difference.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+    return _Chunks(
+        q=_cut(q),
+        k=_cut(k),
+        v=_cut(v),
+        beta=_cut(beta.unsqueeze(-1)),
+        from_start=G.exp().to(q.dtype),
+        to_end=(G[..., -1:, :] - G).exp().to(q.dtype),
+        decay=difference.masked_fill_(above, -torch.inf).exp().to(q.dtype),
+    )
 
 
 @dataclass(frozen=True)
@@ -82,34 +93,33 @@ def delta_rule_fwd(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor, beta: Tensor)
     """
     _check(q, k, v, log_g, beta)
     rows = q.shape[2]
-    x = _Chunks(*(_cut(t) for t in (q, k, v, beta.unsqueeze(-1))), _cut(log_g.unsqueeze(-1)).cumsum(-2))
-    decay, key = x.decay, x.k.unsqueeze(2)
-    L = (key @ key.mT * decay * x.beta).tril_(-1)
-    P = x.q.unsqueeze(2) @ key.mT * decay
-    right = torch.cat((x.beta * x.v, x.beta * x.G.exp() * key), -1)
+    x = _chunks(q, k, v, log_g, beta)
+    key = x.k.unsqueeze(2)
+    L = (key @ key.mT * x.decay * x.beta).tril_(-1)
+    P = x.q.unsqueeze(2) @ key.mT * x.decay
+    right = torch.cat((x.beta * x.v, x.beta * x.from_start * key), -1)
     solved = torch.linalg.solve_triangular(L, right, upper=False, unitriangular=True)
     solved_v, solved_k = torch.split(solved, [v.shape[-1], k.shape[-1]], -1)
     end_key = x.to_end * key
-    end_decay = x.G[..., -1:, :].exp()
 
     state = v.new_zeros(*v.shape[:3], k.shape[-1], v.shape[-1])
     states, us = [], []
     for i in range(x.v.shape[3]):
         states.append(state)
         us.append(solved_v[..., i, :, :] - solved_k[..., i, :, :] @ state)
-        state = end_decay[..., i, :, :] * state + end_key[..., i, :, :].mT @ us[-1]
+        state = x.whole[..., i, :, :] * state + end_key[..., i, :, :].mT @ us[-1]
     S, U = torch.stack(states, 3), torch.stack(us, 3)
-    out = (x.G.exp() * x.q.unsqueeze(2)) @ S + P @ U
+    out = (x.from_start * x.q.unsqueeze(2)) @ S + P @ U
     return out.flatten(3, 4)[..., :rows, :], state, Saved(x, rows, L, P, solved_v, solved_k, U, S)
 
 
 def delta_rule_bwd(dout: Tensor, saved: Saved) -> Grads:
     """Gradients of delta_rule_fwd for dout [B, G, R, T, Dv] (none for the final state)."""
     x, S, U, L, P = saved.chunks, saved.S, saved.U, saved.L, saved.P
-    q, key, exp_G = x.q.unsqueeze(2), x.k.unsqueeze(2), x.G.exp()
-    end_key, end_decay = x.to_end * key, exp_G[..., -1:, :]
+    q, key = x.q.unsqueeze(2), x.k.unsqueeze(2)
+    end_key = x.to_end * key
     dO = _cut(dout)
-    dU, dnext = _state_gradients(dO, saved, exp_G * q, end_key, end_decay)
+    dU, dnext = _state_gradients(dO, saved, x.from_start * q, end_key)
 
     dP = dO @ U.mT
     dsolved = torch.cat((dU, -(dU @ S.mT)), -1)
@@ -118,19 +128,18 @@ def delta_rule_bwd(dout: Tensor, saved: Saved) -> Grads:
     dL = -(dright_v @ saved.solved_v.mT + dright_k @ saved.solved_k.mT)
 
     # Each factor's gradient; what multiplies exp(G_t - G_i) also moves G.
-    decay = x.decay
-    dscores = (dP * decay).tril_()
-    dgram = (dL * decay * x.beta).tril_(-1)
+    dscores = dP * x.decay
+    dgram = (dL * x.decay * x.beta).tril_(-1)
     dlogP, dlogL = dP * P, dL * L
-    query_e, right_k, end_grad = exp_G * (dO @ S.mT), exp_G * dright_k, U @ dnext.mT
+    query_e, right_k, end_grad = x.from_start * (dO @ S.mT), x.from_start * dright_k, U @ dnext.mT
     dq = (dscores @ key + query_e).sum(2)
     dk = (dscores.mT @ q + (dgram + dgram.mT) @ key + x.beta * right_k + x.to_end * end_grad).sum(2)
     dbeta = torch.linalg.vecdot(dright_v, x.v) + torch.linalg.vecdot(right_k, key)
-    dbeta += (dL * (key @ key.mT * decay).tril_(-1)).sum(-1)
+    dbeta += (dL * (key @ key.mT * x.decay).tril_(-1)).sum(-1)
     to_end = (end_grad * end_key).sum(-1, keepdim=True)
     dG = (dlogP + dlogL).sum(-1, keepdim=True) - (dlogP + dlogL).sum(-2).unsqueeze(-1)
     dG += (query_e * q + x.beta * right_k * key).sum(-1, keepdim=True) - to_end
-    dG[..., -1:, :] += to_end.sum(-2, keepdim=True) + end_decay * (S * dnext).sum((-1, -2))[..., None, None]
+    dG[..., -1:, :] += to_end.sum(-2, keepdim=True) + x.whole * (S * dnext).sum((-1, -2))[..., None, None]
     dlog_g = dG.flip(-2).cumsum(-2).flip(-2)
     parts = (t.flatten(-3, -2)[..., : saved.rows, :] for t in (dq, dk, x.beta * dright_v, dlog_g, dbeta.unsqueeze(-1)))
     dq, dk, dv, dlog_g, dbeta = parts
@@ -140,7 +149,7 @@ def delta_rule_bwd(dout: Tensor, saved: Saved) -> Grads:
 def delta_rule_step(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One position: q, k [B, G, Dk], v [B, G, R, Dv], log_g, beta [B, G, R], state [B, G, R, Dk, Dv]. o and the next state."""
+    """o and the next state for one position: q, k [B, G, Dk], v [B, G, R, Dv], log_g, beta [B, G, R]."""
     state = state * log_g.exp()[..., None, None]
     key = k[:, :, None, :, None]
     u = beta.unsqueeze(-1) * (v - (state * key).sum(-2))
@@ -148,9 +157,7 @@ def delta_rule_step(
     return (state * q[:, :, None, :, None]).sum(-2), state
 
 
-def _state_gradients(
-    dO: Tensor, saved: Saved, decayed_q: Tensor, end_key: Tensor, end_decay: Tensor
-) -> tuple[Tensor, Tensor]:
+def _state_gradients(dO: Tensor, saved: Saved, decayed_q: Tensor, end_key: Tensor) -> tuple[Tensor, Tensor]:
     """dU [.., n, c, Dv] and the gradient of the state at the end of each chunk [.., n, Dk, Dv], last chunk first."""
     dU = saved.P.mT @ dO
     dnext = torch.zeros_like(saved.S)
@@ -160,7 +167,7 @@ def _state_gradients(
         if i:
             dnext[..., i - 1, :, :] = (
                 from_out[..., i, :, :]
-                + end_decay[..., i, :, :] * dnext[..., i, :, :]
+                + saved.chunks.whole[..., i, :, :] * dnext[..., i, :, :]
                 - saved.solved_k[..., i, :, :].mT @ dU[..., i, :, :]
             )
     return dU, dnext

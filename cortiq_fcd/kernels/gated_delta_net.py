@@ -1,4 +1,4 @@
-"""The GatedDeltaNet mixer over a whole sequence: convolution, gates, delta rule, gated norm. All its weights are frozen.
+"""The GatedDeltaNet mixer over a sequence: convolution, gates, delta rule, gated norm. All its weights are frozen.
 
     [q, k, v] = silu(causal_conv(qkv));   q_hat = q / |q| / sqrt(Dk),  k_hat = k / |k|   (|x| = sqrt(sum x^2 + 1e-6))
     log g = -exp(A_log) softplus(a + dt_bias);   beta = sigmoid(b);   o = delta_rule(q_hat, k_hat, v, log g, beta)
@@ -7,7 +7,8 @@
 The backward is the chain of the parts' backwards, with da = -dlog_g exp(A_log) sigmoid(a + dt_bias) and
 db = dbeta beta (1 - beta). Softplus is the identity above 20.
 
-Streams [B, T, .]: qkv 2 G Dk + G R Dv channels in the order q, k, v; z G R Dv; a, b G R: R value heads share a key head.
+Streams [B, T, .]: qkv 2 G Dk + G R Dv channels in the order q, k, v; z G R Dv; a, b G R: R value heads share a key
+head.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Streams:
 
 @dataclass
 class State:
-    """What decoding carries on: the last K - 1 inputs of the convolution [B, K - 1, channels] and S [B, G, R, Dk, Dv]."""
+    """What decoding carries on: the convolution's last K - 1 inputs [B, K - 1, channels] and S [B, G, R, Dk, Dv]."""
 
     tail: Tensor
     S: Tensor
@@ -86,7 +87,9 @@ def gated_delta_net_fwd(x: Streams, p: Parameters) -> tuple[Tensor, State, Saved
     B, T = x.z.shape[:2]
     G, R, Dk, Dv = p.key_heads, p.shared, p.key_dim, p.value_dim
     if x.qkv.shape[2] != sum(p.splits) or x.z.shape[2] != G * R * Dv or x.a.shape[2] != G * R:
-        raise ValueError(f"gated_delta_net: streams {x.qkv.shape[2]}, {x.z.shape[2]}, {x.a.shape[2]} don't fit the heads")
+        raise ValueError(
+            f"gated_delta_net: streams {x.qkv.shape[2]}, {x.z.shape[2]}, {x.a.shape[2]} don't fit the heads"
+        )
     mixed, conv = causal_conv.causal_conv_fwd(x.qkv, p.conv)
     q, k, v = torch.split(mixed, p.splits, 2)
     q, q_saved = l2norm.l2norm_fwd(q.reshape(B, T, G, Dk).transpose(1, 2), L2_EPS, Dk**-0.5)

@@ -1,7 +1,7 @@
 """Scaling of the last axis to Euclidean length `length`.
 
-    inv = length / sqrt(sum x^2 + eps);   y = x inv
-    dx = inv (dy - x (x . dy) / (sum x^2 + eps))
+inv = length / sqrt(sum x^2 + eps);   y = x inv
+dx = inv (dy - x (x . dy) / (sum x^2 + eps))
 """
 
 from __future__ import annotations

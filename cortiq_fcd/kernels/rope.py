@@ -1,13 +1,14 @@
-"""Rotary position embedding of the first `rotary_dim` dimensions, half-split pairs (i, i + rotary_dim / 2).
+"""Rotary position embedding of the first r dimensions, half-split pairs (i, i + r / 2); theta^(-2i/r) is usual.
 
-    y_i = x_i cos - x_{i+r/2} sin;   y_{i+r/2} = x_{i+r/2} cos + x_i sin;   angle = position * theta^(-2i/r)
+    y_i = x_i cos - x_{i+r/2} sin;   y_{i+r/2} = x_{i+r/2} cos + x_i sin;   angle = position * frequency_i
 
-A rotation's Jacobian is itself, so the backward is the rotation by the negative angle. Source: Su et al. 2021
+A rotation's transpose is the rotation by the negative angle, and that is the backward. Source: Su et al. 2021
 (arXiv 2104.09864); the half-split pairing is that of the HuggingFace models.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotation:
-    """cos and sin of the angles, [T, rotary_dim / 2] each."""
+    """cos and sin of the angles, [T, r / 2] each."""
 
     cos: Tensor
     sin: Tensor
@@ -26,16 +27,14 @@ class Rotation:
         return Rotation(self.cos[start:stop], self.sin[start:stop])
 
 
-def rotation(positions: int, rotary_dim: int, theta: float, *, like: Tensor) -> Rotation:
-    """Angles for positions 0 .. positions - 1, computed in f64 on the CPU, rounded once to `like`'s dtype and device.
+def rotation(positions: int, frequencies: Sequence[float], magnitude: float = 1.0, *, like: Tensor) -> Rotation:
+    """Angles for positions 0 .. positions - 1, one frequency (radians a position) a pair of dimensions.
 
-    Raises ValueError for an odd rotary_dim.
+    Computed in f64 on the CPU, rounded once to `like`'s dtype and device. `magnitude` scales q and k (YaRN).
     """
-    if rotary_dim < 2 or rotary_dim % 2:
-        raise ValueError(f"rope: rotary_dim must be even and at least 2, got {rotary_dim}")
-    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
-    angle = torch.arange(positions, dtype=torch.float64)[:, None] * theta**-exponent
-    return Rotation(angle.cos().to(like), angle.sin().to(like))
+    per_position = torch.tensor(frequencies, dtype=torch.float64)
+    angle = torch.arange(positions, dtype=torch.float64)[:, None] * per_position
+    return Rotation((angle.cos() * magnitude).to(like), (angle.sin() * magnitude).to(like))
 
 
 def rope_fwd(x: Tensor, rotation: Rotation, *, out: Tensor | None = None) -> Tensor:
@@ -53,5 +52,5 @@ def rope_fwd(x: Tensor, rotation: Rotation, *, out: Tensor | None = None) -> Ten
 
 
 def rope_bwd(dy: Tensor, rotation: Rotation, *, out: Tensor | None = None) -> Tensor:
-    """Gradient of rope_fwd: the inverse rotation of dy [..., T, D]."""
+    """Gradient of rope_fwd: dy [..., T, D] turned back."""
     return rope_fwd(dy, Rotation(rotation.cos, -rotation.sin), out=out)

@@ -32,7 +32,10 @@ def landmark_count(seal: int, m: int) -> int:
 
 @dataclass(frozen=True)
 class Conversion:
-    """The O(1) setting of a model. `m`, `w`, `sink` as in `provenance.o1_attn`; `seal` is the training windows' tp."""
+    """The O(1) setting of a model. `m`, `w`, `sink` as in `provenance.o1_attn`; `seal` is the training windows' tp.
+
+    `layers` are trained; they also run the O(1) kernel, unless polish_only keeps attention exact.
+    """
 
     layers: tuple[int, ...]
     spec: str | tuple[int, ...]
@@ -40,6 +43,12 @@ class Conversion:
     w: int
     sink: int
     seal: int
+    polish_only: bool = False
+
+    @property
+    def converted(self) -> tuple[int, ...]:
+        """Layers whose attention is the O(1) kernel."""
+        return () if self.polish_only else self.layers
 
     def record(self) -> dict[str, Any]:
         """The value of `provenance.o1_attn`."""
@@ -57,6 +66,7 @@ def resolve_conversion(
     sink: int | None,
     prefill: int | None,
     seq: int,
+    polish_only: bool = False,
 ) -> tuple[Conversion, list[str]]:
     """Resolve every field on its own (null: the file's hint, then the default). Returns the setting and warnings.
 
@@ -75,6 +85,9 @@ def resolve_conversion(
     seal = seq // 2 if prefill is None else prefill
     if not 1 <= seal <= seq:
         raise ConfigError(f"--prefill {seal}: expected 1 to --seq ({seq})")
+    if polish_only:
+        return Conversion(chosen, spec, m, w, sink, seal, polish_only=True), []
+    chosen, notes = _convertible(plan, spec, chosen, where)
     if is_exact(seal, w, sink):
         need = w + sink + EXACT_MARGIN_TOKENS + 1
         raise ConfigError(
@@ -82,7 +95,6 @@ def resolve_conversion(
             f"kernel starts after {need - 1}: training would only ever see exact attention",
             hint=_longer_windows(need, prefill, seq),
         )
-    notes = []
     if landmark_count(seal, m) < m:
         notes.append(
             f"training windows seal after {seal} tokens, so they use {landmark_count(seal, m)} landmarks instead of {m}"
@@ -90,6 +102,27 @@ def resolve_conversion(
     if seal == seq:
         notes.append("--prefill equals --seq: no trained position goes through the O(1) kernel")
     return Conversion(chosen, spec, m, w, sink, seal), notes
+
+
+def _convertible(
+    plan: ModelPlan, spec: str | tuple[int, ...], chosen: tuple[int, ...], where: str
+) -> tuple[tuple[int, ...], list[str]]:
+    """The chosen layers that the O(1) kernel can replace. `all` means those, deepN drops the others with a warning, and
+    a list must not name another.
+    """
+    obstacles = {i: plan.layers[i].mixer.obstacle for i in chosen if plan.layers[i].mixer.obstacle}
+    left = tuple(i for i in chosen if i not in obstacles)
+    if obstacles and not isinstance(spec, str):
+        index, why = next(iter(obstacles.items()))
+        raise ConfigError(f"{where} names layer {index}, which can't be converted: {why}")
+    if not left:
+        index, why = next(iter(obstacles.items()))
+        raise ConfigError(f"{where} {spec} leaves no layer to convert: layer {index} can't be, since {why}")
+    if obstacles and spec != "all":
+        return left, [
+            f"{where} {spec}: layers {', '.join(map(str, obstacles))} can't be converted and stay as they are"
+        ]
+    return left, []
 
 
 def parse_layers(text: Any, where: str) -> str | tuple[int, ...]:

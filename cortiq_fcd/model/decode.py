@@ -7,16 +7,19 @@ stay exact for ever). Sequences of a batch move in step, so their prompts have t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from cortiq_fcd.kernels import causal_attention
+from cortiq_fcd.kernels import causal_attention, gated_delta_net
 from cortiq_fcd.kernels.o1_stream import StreamState, seal_stream, stream_step
-from cortiq_fcd.kernels.rope import Rotation
+from cortiq_fcd.model import attention, delta_net
+from cortiq_fcd.model.attention import Angles, AttentionWeights
 from cortiq_fcd.model.conversion import is_exact, landmark_count
-from cortiq_fcd.model.layer import LayerWeights, attention_output, embed, feed_forward, project_qkv
-from cortiq_fcd.model.replica import Replica, final_norm
+from cortiq_fcd.model.delta_net import DeltaNetWeights
+from cortiq_fcd.model.layer import LayerWeights, embed, feed_forward, input_norm
+from cortiq_fcd.model.replica import Replica, final_norm, head_rows, rotations, visits
 
 
 @dataclass
@@ -28,74 +31,109 @@ class KvCache:
     length: int
 
 
+State: TypeAlias = StreamState | KvCache | gated_delta_net.State
+
+
 class Decoder:
     """A batch of sequences being decoded through one model; `position` tokens have been seen."""
 
     def __init__(self, replica: Replica, *, student: bool, served: bool, capacity: int) -> None:
-        """`student`: the masters, else the frozen weights. `served`: converted layers run the O(1) kernel.
+        """`student`: the masters, else the teacher. `served`: converted layers run the O(1) kernel.
 
         `capacity` is the largest number of tokens, prompt included.
         """
-        self.replica = replica
-        self.layers = replica.student_layers if student else replica.weights.layers
-        self.served = served
-        self.capacity = capacity
+        self.weights = replica.student if student else replica.teacher
         self.position = 0
-        self._angles = replica.rotation(capacity)
-        self._states: list[StreamState | KvCache] = []
+        self._conversion = replica.conversion
+        self._served = served
+        self._capacity = capacity
+        self._angles = rotations(self.weights, capacity)
+        self._order = list(visits(self.weights))
+        self._states: list[State] = []
 
     def prompt(self, ids: Tensor) -> Tensor:
-        """The exact pass over prompts ids [B, T]; the normalised hidden rows [B, C] of their last tokens."""
+        """The exact pass over prompts ids [B, T]; what the head multiplies, [B, C], of their last tokens."""
         batch, length = ids.shape
-        shape = self.replica.weights.shape
-        angles = self._angles.rows(0, length)
-        x = embed(ids, self.replica.weights.embed)
-        for i, layer in enumerate(self.layers):
-            q, k, v, _ = project_qkv(x, layer, shape, angles, batch)
-            out, _ = causal_attention.causal_attention_fwd(q, k, v, shape.scale)
-            self._states.append(self._seal(i, q, k, v))
-            x, _ = feed_forward(attention_output(out, x, layer), layer, shape)
+        angles = self._positions(0, length)
+        x = embed(ids, self.weights.embed, self.weights.plan.embed_multiplier)
+        for i in self._order:
+            x = final_norm(x, self.weights)[0] if i is None else self._layer_prompt(i, x, angles, batch)
         self.position = length
-        return final_norm(self.replica, x.view(batch, length, -1)[:, -1])[0]
+        return head_rows(x.view(batch, length, -1)[:, -1], self.weights)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Take one more token of each sequence, tokens [B]; the normalised hidden rows [B, C]."""
-        angles = self._angles.rows(self.position, self.position + 1)
-        x = embed(tokens, self.replica.weights.embed)
-        for layer, state in zip(self.layers, self._states, strict=True):
-            x = self._layer_step(x, layer, state, angles)
+        """Take one more token of each sequence, tokens [B]; what the head multiplies, [B, C]."""
+        angles = self._positions(self.position, self.position + 1)
+        x = embed(tokens, self.weights.embed, self.weights.plan.embed_multiplier)
+        states = iter(self._states)
+        for i in self._order:
+            if i is None:
+                x = final_norm(x, self.weights)[0]
+            else:
+                x = self._layer_step(x, self.weights.layers[i], next(states), angles)
         self.position += 1
-        return final_norm(self.replica, x)[0]
+        return head_rows(x, self.weights)
 
-    def _layer_step(self, x: Tensor, layer: LayerWeights, state: StreamState | KvCache, angles: Rotation) -> Tensor:
-        shape = self.replica.weights.shape
-        q, k, v, _ = project_qkv(x, layer, shape, angles, x.shape[0])
-        q, k, v = q.squeeze(3), k.squeeze(2), v.squeeze(2)
-        if isinstance(state, StreamState):
-            out = stream_step(state, q, k, v)
+    def _positions(self, start: int, stop: int) -> Angles:
+        return {plan: rotation.rows(start, stop) for plan, rotation in self._angles.items()}
+
+    def _layer_prompt(self, index: int, x: Tensor, angles: Angles, batch: int) -> Tensor:
+        layer = self.weights.layers[index]
+        n1, _ = input_norm(x, layer)
+        if isinstance(layer.mixer, DeltaNetWeights):
+            mixed, state, _ = delta_net.delta_net_fwd(n1, layer.mixer, batch)
+            self._states.append(state)
         else:
-            state.k[:, :, state.length], state.v[:, :, state.length] = k, v
-            state.length += 1
-            seen = slice(0, state.length)
-            out = causal_attention.causal_attention_step(q, state.k[:, :, seen], state.v[:, :, seen], shape.scale)
-        return feed_forward(attention_output(out.unsqueeze(3), x, layer), layer, shape)[0]
+            heads = attention.project(n1, layer.mixer, angles, batch)
+            out, _ = attention.exact(heads, layer.mixer.plan)
+            self._states.append(self._seal(index, heads, layer.mixer))
+            mixed, _ = attention.project_out(out, heads.gate, layer.mixer)
+        return feed_forward(mixed.add_(x), layer)[0]
 
-    def _seal(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> StreamState | KvCache:
-        setting, length = self.replica.conversion, k.shape[2]
-        if self.served and index in setting.layers and not is_exact(length, setting.w, setting.sink):
+    def _layer_step(self, x: Tensor, layer: LayerWeights, state: State, angles: Angles) -> Tensor:
+        n1, _ = input_norm(x, layer)
+        if isinstance(layer.mixer, DeltaNetWeights):
+            assert isinstance(state, gated_delta_net.State)
+            mixed = delta_net.delta_net_step(n1, state, layer.mixer)
+        else:
+            assert not isinstance(state, gated_delta_net.State)
+            mixed = _attention_step(n1, layer.mixer, state, angles)
+        return feed_forward(mixed.add_(x), layer)[0]
+
+    def _seal(self, index: int, heads: attention.Heads, weights: AttentionWeights) -> StreamState | KvCache:
+        setting, k, v = self._conversion, heads.k, heads.v
+        length = k.shape[2]
+        if self._served and index in setting.converted and not is_exact(length, setting.w, setting.sink):
             return seal_stream(
-                q,
+                heads.q,
                 k,
                 v,
                 landmark_count=landmark_count(length, setting.m),
                 window=setting.w,
                 sink=setting.sink,
-                scale=self.replica.weights.shape.scale,
+                scale=weights.plan.scale,
             )
-        room = (*k.shape[:2], self.capacity - length)
+        room = (*k.shape[:2], self._capacity - length)
         return KvCache(
             torch.cat((k, k.new_zeros(*room, k.shape[3])), 2), torch.cat((v, v.new_zeros(*room, v.shape[3])), 2), length
         )
+
+
+def _attention_step(n1: Tensor, weights: AttentionWeights, state: StreamState | KvCache, angles: Angles) -> Tensor:
+    """y [B, C] of one more position n1 [B, C]; the state moves on."""
+    plan = weights.plan
+    heads = attention.project(n1, weights, angles, n1.shape[0])
+    q, k, v = heads.q.squeeze(3), heads.k.squeeze(2), heads.v.squeeze(2)
+    if isinstance(state, StreamState):
+        out = stream_step(state, q, k, v)
+    else:
+        state.k[:, :, state.length], state.v[:, :, state.length] = k, v
+        state.length += 1
+        seen = slice(0 if plan.window is None else max(0, state.length - plan.window), state.length)
+        out = causal_attention.causal_attention_step(
+            q, state.k[:, :, seen], state.v[:, :, seen], plan.scale, softcap=plan.softcap
+        )
+    return attention.project_out(out.unsqueeze(3), heads.gate, weights)[0]
 
 
 def greedy(
@@ -103,7 +141,8 @@ def greedy(
 ) -> list[list[int]]:
     """Greedy continuations of prompts [B, T]: at most `new_tokens` ids each; an eos id ends one and counts."""
     decoder = Decoder(replica, student=student, served=served, capacity=prompts.shape[1] + new_tokens)
-    head = replica.weights.head
+    # Neither a soft cap nor a positive multiplier moves the largest logit.
+    head = decoder.weights.head
     hidden = decoder.prompt(prompts)
     columns: list[Tensor] = []
     running = torch.ones(prompts.shape[0], dtype=torch.bool, device=prompts.device)
@@ -120,7 +159,7 @@ def greedy(
 
 
 def served_hidden(replica: Replica, ids: Tensor, prefill: int, *, student: bool, served: bool) -> Tensor:
-    """Normalised hidden rows [B, T - prefill, C] of positions prefill .. T - 1 of ids [B, T], fed one at a time after
+    """What the head multiplies, [B, T - prefill, C], at positions prefill .. T - 1 of ids [B, T], fed one by one after
     an exact pass over the first `prefill` tokens: what a runtime computes.
     """
     decoder = Decoder(replica, student=student, served=served, capacity=ids.shape[1])

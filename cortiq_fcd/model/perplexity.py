@@ -18,11 +18,12 @@ def window_perplexity(replica: Replica, ids: Ids, seq: int, batch: int, rounds: 
 
 def perplexity_at(replica: Replica, ids: Ids, offsets: list[int], seq: int, batch: int, *, student: bool) -> float:
     """Perplexity over the windows of `seq` tokens at `offsets`, `batch` at a time."""
+    weights = replica.weights if student else replica.teacher
     total = 0.0
     for start in range(0, len(offsets), batch):
         inputs, targets = windows(ids, offsets[start : start + batch], seq, replica.weights.embed.device)
         hidden = hidden_states(replica, inputs, student=student, seal=replica.conversion.seal if student else None)
-        total += nll_sum(hidden, replica.weights.head, targets.reshape(-1))
+        total += nll_sum(hidden, weights.head, targets.reshape(-1), softcap=weights.plan.logit_softcap)
     mean = total / (len(offsets) * seq)
     # exp overflows past 709 nats, which only a broken model reaches.
     return math.exp(mean) if mean < 700 else math.inf

@@ -1,36 +1,30 @@
 """The whole network, twice: the teacher (frozen weights, exact attention) and the student (masters, O(1) attention).
 
-Both share every frozen tensor and, up to the first layer where they differ, the forward itself. Masters and gradients
-are one flat buffer each, with a view per tensor: optimizer, best state and clip are then one pass over memory.
+Both share every frozen tensor and, up to the first layer where they differ, the forward itself (unless the teacher is a
+file of its own). Masters and gradients are one flat buffer each, with a view per tensor: optimizer, best state and clip
+are then one pass over memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from cortiq_fcd.kernels import o1_attention, rmsnorm
+from cortiq_fcd.kernels import rmsnorm
 from cortiq_fcd.kernels.ce_kl import Loss, ce_kl
-from cortiq_fcd.kernels.rope import Rotation, rotation
+from cortiq_fcd.kernels.rope import rotation
+from cortiq_fcd.model.attention import Angles, AttentionWeights, O1Attention
 from cortiq_fcd.model.conversion import Conversion, is_exact, landmark_count
-from cortiq_fcd.model.layer import (
-    LayerSaved,
-    LayerWeights,
-    O1Attention,
-    Trainable,
-    embed,
-    layer_bwd,
-    layer_fwd,
-)
+from cortiq_fcd.model.layer import LayerSaved, Trainable, embed, layer_bwd, layer_fwd
 from cortiq_fcd.model.weights import FrozenWeights
 
 
 @dataclass(frozen=True)
 class Masters:
-    """Master copies of the trainable tensors: one flat buffer, and the same numbers by layer and by tensor name."""
+    """Master copies of the trainable tensors: one flat f32 buffer, and the same numbers by layer and by tensor name."""
 
     flat: Tensor
     layers: Mapping[int, Trainable]
@@ -39,46 +33,44 @@ class Masters:
 
 @dataclass(frozen=True)
 class Replica:
-    """Teacher and student. `masters` and `gradient` are the only tensors that ever change."""
+    """Teacher and student. `masters` and `gradient` are the only tensors that ever change.
+
+    `teacher` is `weights` itself unless a teacher file was given.
+    """
 
     weights: FrozenWeights
+    teacher: FrozenWeights
     conversion: Conversion
     masters: Masters
     gradient: Masters
 
     @property
-    def first_difference(self) -> int:
-        """Lowest layer that is converted or trained: below it teacher and student are one forward."""
-        return min(self.conversion.layers)
+    def shared_layers(self) -> int:
+        """Layers, from the bottom, that teacher and student compute alike."""
+        return min(self.conversion.layers) if self.teacher is self.weights else 0
 
     @property
-    def student_layers(self) -> tuple[LayerWeights, ...]:
-        """The frozen layers with the trained tensors replaced by their masters."""
-        return tuple(
-            layer
-            if (own := self.masters.layers.get(i)) is None
-            else replace(layer, input_norm=own.input_norm, post_norm=own.post_norm, gate_up=own.gate_up, down=own.down)
-            for i, layer in enumerate(self.weights.layers)
-        )
+    def student(self) -> FrozenWeights:
+        """The weights with the trained tensors replaced by their masters."""
+        layers = list(self.weights.layers)
+        for i, own in self.masters.layers.items():
+            layers[i] = replace(
+                layers[i], input_norm=own.input_norm, post_norm=own.post_norm, gate_up=own.gate_up, down=own.down
+            )
+        return replace(self.weights, layers=tuple(layers))
 
-    def o1(self, seal: int, tokens: int) -> O1Attention | None:
-        """The O(1) kernel for windows of `tokens` sealed after `seal`; null when such windows stay exact."""
+    def o1(self, seal: int) -> O1Attention | None:
+        """The O(1) kernel for windows sealed after `seal` tokens; null when such windows stay exact."""
         c = self.conversion
-        if seal >= tokens or is_exact(seal, c.w, c.sink):
+        if is_exact(seal, c.w, c.sink):
             return None
-        geometry = o1_attention.Geometry(seal, c.w, c.sink, self.weights.shape.scale)
-        return O1Attention(landmark_count(seal, c.m), geometry)
-
-    def rotation(self, positions: int) -> Rotation:
-        """Rotary angles of positions 0 .. positions - 1."""
-        plan = self.weights.plan
-        return rotation(positions, plan.rotary_dim, plan.rope_theta, like=self.weights.embed)
+        return O1Attention(seal, landmark_count(seal, c.m), c.w, c.sink)
 
 
-def new_replica(weights: FrozenWeights, conversion: Conversion) -> Replica:
+def new_replica(weights: FrozenWeights, conversion: Conversion, teacher: FrozenWeights | None = None) -> Replica:
     """A replica whose masters start as the frozen weights."""
     masters, gradient = (_flat_views(weights, conversion.layers) for _ in range(2))
-    replica = Replica(weights, conversion, masters, gradient)
+    replica = Replica(weights, teacher or weights, conversion, masters, gradient)
     reset_masters(replica)
     return replica
 
@@ -96,8 +88,9 @@ def reset_masters(replica: Replica) -> None:
 def _flat_views(weights: FrozenWeights, trained: tuple[int, ...]) -> Masters:
     """A flat buffer with room for the trainable tensors of the given layers, in the recipe's order."""
     sizes = {i: [(layer := weights.layers[i]).input_norm, layer.post_norm, layer.gate_up, layer.down] for i in trained}
-    flat = weights.embed.new_zeros(sum(t.numel() for parts in sizes.values() for t in parts))
-    pieces = iter(torch.split(flat, [t.numel() for parts in sizes.values() for t in parts]))
+    numbers = [t.numel() for parts in sizes.values() for t in parts]
+    flat = weights.embed.new_zeros(sum(numbers))
+    pieces = iter(torch.split(flat, numbers))
     layers: dict[int, Trainable] = {}
     named: dict[str, Tensor] = {}
     for i, parts in sizes.items():
@@ -109,53 +102,128 @@ def _flat_views(weights: FrozenWeights, trained: tuple[int, ...]) -> Masters:
     return Masters(flat, layers, named)
 
 
-def hidden_states(replica: Replica, ids: Tensor, *, student: bool, seal: int | None = None) -> Tensor:
-    """Final normalised hidden rows [B * T, C] of ids [B, T].
+def rotations(weights: FrozenWeights, positions: int) -> Angles:
+    """The rotations of every rotary plan of the model, for positions 0 .. positions - 1."""
+    plans = {layer.mixer.plan.rotary for layer in weights.layers if isinstance(layer.mixer, AttentionWeights)}
+    return {plan: rotation(positions, plan.frequencies, plan.magnitude, like=weights.embed) for plan in plans}
 
-    The teacher runs the frozen weights with exact attention. The student runs the masters; its converted layers run the
+
+def visits(weights: FrozenWeights) -> Iterator[int | None]:
+    """Layer numbers in the order in which they run; null is the final norm between two loops of a looped model."""
+    plan = weights.plan
+    for loop in range(plan.num_loops):
+        if loop and plan.loop_norm:
+            yield None
+        yield from range(len(plan.layers))
+
+
+def final_norm(x: Tensor, weights: FrozenWeights) -> tuple[Tensor, rmsnorm.Saved]:
+    """The norm of rows [N, C] before the head (and between loops)."""
+    return rmsnorm.rmsnorm_fwd(x, weights.final_norm, weights.plan.norm.eps, plus_one=weights.plan.norm.plus_one)
+
+
+def head_rows(x: Tensor, weights: FrozenWeights) -> Tensor:
+    """What the head multiplies: the normalised rows, times the model's logit multiplier."""
+    rows, _ = final_norm(x, weights)
+    multiplier = weights.plan.logit_multiplier
+    return rows if multiplier == 1 else rows.mul_(multiplier)
+
+
+def hidden_states(replica: Replica, ids: Tensor, *, student: bool, seal: int | None = None) -> Tensor:
+    """What the head multiplies, [B * T, C], for ids [B, T].
+
+    The teacher runs its frozen weights with exact attention. The student runs the masters; its converted layers run the
     O(1) kernel sealed after `seal` tokens (null: exact attention everywhere).
     """
-    layers = replica.student_layers if student else replica.weights.layers
-    o1 = replica.o1(seal, ids.shape[1]) if student and seal is not None else None
-    angles = replica.rotation(ids.shape[1])
-    x = embed(ids, replica.weights.embed)
-    for i, layer in enumerate(layers):
-        attention = o1 if i in replica.conversion.layers else None
-        x, _ = layer_fwd(x, layer, replica.weights.shape, angles, ids.shape[0], attention)
-    return final_norm(replica, x)[0]
+    weights = replica.student if student else replica.teacher
+    o1 = replica.o1(seal) if student and seal is not None else None
+    x = embed(ids, weights.embed, weights.plan.embed_multiplier)
+    x = _run(x, weights, list(visits(weights)), ids, o1, replica.conversion.converted)
+    return head_rows(x, weights)
 
 
-def final_norm(replica: Replica, x: Tensor) -> tuple[Tensor, rmsnorm.Saved]:
-    """The norm before the head, rows [N, C]."""
-    shape = replica.weights.shape
-    return rmsnorm.rmsnorm_fwd(x, replica.weights.final_norm, shape.norm_eps, plus_one=shape.norm_plus_one)
+def _run(
+    x: Tensor,
+    weights: FrozenWeights,
+    order: list[int | None],
+    ids: Tensor,
+    o1: O1Attention | None,
+    converted: tuple[int, ...],
+    saved: list[LayerSaved | rmsnorm.Saved] | None = None,
+) -> Tensor:
+    """Rows [B * T, C] after the visits in `order`; with `saved`, what the backward of each needs is appended there."""
+    angles = rotations(weights, ids.shape[1])
+    for i in order:
+        if i is None:
+            x, norm_saved = final_norm(x, weights)
+            if saved is not None:
+                saved.append(norm_saved)
+            continue
+        x, layer_saved = layer_fwd(x, weights.layers[i], angles, ids.shape[0], o1 if i in converted else None)
+        if saved is not None:
+            saved.append(layer_saved)
+    return x
 
 
 def loss_and_gradient(replica: Replica, ids: Tensor, targets: Tensor, kl_weight: float) -> Loss:
     """Loss of the student against targets and teacher over windows ids [B, T]; `replica.gradient` is overwritten."""
-    batch, T = ids.shape
-    shape, angles = replica.weights.shape, replica.rotation(T)
-    shared = replica.first_difference
-    x = embed(ids, replica.weights.embed)
-    for layer in replica.weights.layers[:shared]:
-        x, _ = layer_fwd(x, layer, shape, angles, batch, None)
-    teacher_x = x
-    for layer in replica.weights.layers[shared:]:
-        teacher_x, _ = layer_fwd(teacher_x, layer, shape, angles, batch, None)
-    teacher, _ = final_norm(replica, teacher_x)
+    student, teacher = replica.student, replica.teacher
+    order, shared = list(visits(student)), replica.shared_layers
+    converted = replica.conversion.converted
+    x = embed(ids, student.embed, student.plan.embed_multiplier)
+    x = _run(x, student, order[:shared], ids, None, ())
+    if teacher is replica.weights:
+        teacher_x = _run(x, teacher, order[shared:], ids, None, ())
+    else:
+        teacher_x = embed(ids, teacher.embed, teacher.plan.embed_multiplier)
+        teacher_x = _run(teacher_x, teacher, list(visits(teacher)), ids, None, ())
+    teacher_rows = head_rows(teacher_x, teacher)
     del teacher_x
 
-    o1 = replica.o1(replica.conversion.seal, T)
-    layers = replica.student_layers
-    saved: list[LayerSaved] = []
-    for i in range(shared, len(layers)):
-        x, layer_saved = layer_fwd(x, layers[i], shape, angles, batch, o1 if i in replica.conversion.layers else None)
-        saved.append(layer_saved)
-    student, norm_saved = final_norm(replica, x)
-    loss = ce_kl(student, teacher, replica.weights.head, targets.reshape(-1), kl_weight)
-
-    dx = rmsnorm.rmsnorm_bwd(loss.dhidden, norm_saved).dx
-    for i in reversed(range(shared, len(layers))):
-        # Popping frees a layer's activations as soon as they have been used.
-        dx = layer_bwd(dx, saved.pop(), layers[i], angles, replica.gradient.layers.get(i))
+    saved: list[LayerSaved | rmsnorm.Saved] = []
+    x = _run(x, student, order[shared:], ids, replica.o1(replica.conversion.seal), converted, saved)
+    rows, norm_saved = final_norm(x, student)
+    multiplier = student.plan.logit_multiplier
+    loss = ce_kl(
+        rows.mul_(multiplier) if multiplier != 1 else rows,
+        teacher_rows,
+        student.head,
+        targets.reshape(-1),
+        kl_weight,
+        teacher_head=None if teacher.head is student.head else teacher.head,
+        softcap=student.plan.logit_softcap,
+        teacher_softcap=teacher.plan.logit_softcap,
+    )
+    dx = rmsnorm.rmsnorm_bwd(loss.dhidden * multiplier, norm_saved).dx
+    _backward(dx, replica, student, order[shared:], ids.shape[1], saved)
     return loss
+
+
+def _backward(
+    dx: Tensor,
+    replica: Replica,
+    student: FrozenWeights,
+    order: list[int | None],
+    positions: int,
+    saved: list[LayerSaved | rmsnorm.Saved],
+) -> None:
+    """Fill `replica.gradient` from the gradient of the last layer's output. `saved` is emptied."""
+    angles = rotations(student, positions)
+    seen: set[int] = set()
+    for i in reversed(order):
+        # Popping frees a layer's activations as soon as they have been used.
+        part = saved.pop()
+        if i is None or isinstance(part, rmsnorm.Saved):
+            assert isinstance(part, rmsnorm.Saved)
+            dx = rmsnorm.rmsnorm_bwd(dx, part).dx
+            continue
+        grads = replica.gradient.layers.get(i)
+        if grads is not None and i in seen:
+            # A looped model visits a layer again: its gradients add up.
+            again = Trainable(*(torch.empty_like(t) for t in grads))
+            dx = layer_bwd(dx, part, student.layers[i], angles, again)
+            for total, more in zip(grads, again, strict=True):
+                total.add_(more)
+            continue
+        seen.add(i)
+        dx = layer_bwd(dx, part, student.layers[i], angles, grads)

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cortiq_fcd.model.layer import LayerShape, LayerWeights
-from cortiq_fcd.model.plan import LayerPlan, ModelPlan
+from cortiq_fcd.kernels.gated_delta_net import Parameters
+from cortiq_fcd.model.attention import AttentionWeights
+from cortiq_fcd.model.delta_net import DeltaNetWeights
+from cortiq_fcd.model.layer import LayerWeights, MixerWeights
+from cortiq_fcd.model.plan import AttentionPlan, DeltaNetPlan, LayerPlan, ModelPlan
 
 Read = Callable[[str], Tensor]
 """Name of a tensor -> its f32 values on the CPU."""
@@ -17,10 +20,9 @@ Read = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class FrozenWeights:
-    """Every tensor of the model. embed and head [V, C] are one tensor when the model is tied."""
+    """Every tensor of the model. head [V, C] shares the embedding's memory when the model is tied."""
 
     plan: ModelPlan
-    shape: LayerShape
     embed: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
@@ -29,51 +31,79 @@ class FrozenWeights:
 
 def load_weights(plan: ModelPlan, read: Read, device: torch.device) -> FrozenWeights:
     """Read every tensor that the plan names, one at a time, straight to its place on the device."""
-
-    def one(name: str) -> Tensor:
-        return read(name).to(device)
-
-    def maybe(name: str | None) -> Tensor | None:
-        return None if name is None else one(name)
-
-    embed = one(plan.embed)
+    loader = _Loader(plan, read, device)
+    embed = loader.one(plan.embed)
+    head = embed if plan.tied else loader.one(plan.head)
     return FrozenWeights(
         plan=plan,
-        shape=LayerShape(plan.heads, plan.kv_heads, plan.head_dim, plan.norm_eps, plan.norm_plus_one),
         embed=embed,
-        layers=tuple(
-            LayerWeights(
-                input_norm=one(layer.input_norm),
-                qkv=_stacked(plan, read, (layer.q_proj, layer.k_proj, layer.v_proj), device),
-                qkv_bias=_stacked_biases(plan, read, layer, device),
-                q_norm=maybe(layer.q_norm),
-                k_norm=maybe(layer.k_norm),
-                o=one(layer.o_proj),
-                o_bias=maybe(layer.o_bias),
-                post_norm=one(layer.post_norm),
-                gate_up=_stacked(plan, read, (layer.gate_proj, layer.up_proj), device),
-                down=one(layer.down_proj),
-            )
-            for layer in plan.layers
-        ),
-        final_norm=one(plan.final_norm),
-        head=embed if plan.tied else one(plan.head),
+        layers=tuple(loader.layer(layer) for layer in plan.layers),
+        final_norm=loader.one(plan.final_norm),
+        # Rows past the vocabulary are padding: they must not take part in the softmax.
+        head=head[: plan.vocab_size],
     )
 
 
-def _stacked(plan: ModelPlan, read: Read, names: tuple[str, ...], device: torch.device) -> Tensor:
-    """Matrices with the same number of columns, one below the other."""
-    rows = [plan.shapes[name][0] for name in names]
-    stacked = torch.empty(sum(rows), plan.shapes[names[0]][1], device=device)
-    for part, name in zip(torch.split(stacked, rows), names, strict=True):
-        part.copy_(read(name))
-    return stacked
+class _Loader:
+    def __init__(self, plan: ModelPlan, read: Read, device: torch.device) -> None:
+        self._plan, self._read, self._device = plan, read, device
 
+    def one(self, name: str) -> Tensor:
+        return self._read(name).to(self._device)
 
-def _stacked_biases(plan: ModelPlan, read: Read, layer: LayerPlan, device: torch.device) -> Tensor | None:
-    """The bias of the stacked q, k, v product; a missing one is zero. None when all three are missing."""
-    pairs = ((layer.q_proj, layer.q_bias), (layer.k_proj, layer.k_bias), (layer.v_proj, layer.v_bias))
-    if not any(bias for _, bias in pairs):
-        return None
-    parts = [read(bias) if bias else torch.zeros(plan.shapes[matrix][0]) for matrix, bias in pairs]
-    return torch.cat(parts).to(device)
+    def maybe(self, name: str | None) -> Tensor | None:
+        return None if name is None else self.one(name)
+
+    def layer(self, layer: LayerPlan) -> LayerWeights:
+        return LayerWeights(
+            norm=self._plan.norm,
+            input_norm=self.one(layer.input_norm),
+            mixer=self.mixer(layer.mixer),
+            post_norm=self.one(layer.post_norm),
+            gate_up=self.stacked((layer.gate_proj, layer.up_proj)),
+            down=self.one(layer.down_proj),
+        )
+
+    def mixer(self, plan: AttentionPlan | DeltaNetPlan) -> MixerWeights:
+        if isinstance(plan, DeltaNetPlan):
+            return self.delta_net(plan)
+        return AttentionWeights(
+            plan=plan,
+            norm=self._plan.norm,
+            qkv=self.stacked((plan.q_proj, plan.k_proj, plan.v_proj)),
+            qkv_bias=self.stacked_biases(plan),
+            q_norm=self.maybe(plan.q_norm),
+            k_norm=self.maybe(plan.k_norm),
+            gate=self.maybe(plan.g_proj),
+            o=self.one(plan.o_proj),
+            o_bias=self.maybe(plan.o_bias),
+        )
+
+    def delta_net(self, plan: DeltaNetPlan) -> DeltaNetWeights:
+        parameters = Parameters(
+            conv=self.one(plan.conv).view(-1, plan.taps),
+            A_log=self.one(plan.A_log),
+            dt_bias=self.one(plan.dt_bias),
+            norm=self.one(plan.norm),
+            norm_eps=self._plan.norm.eps,
+            key_heads=plan.key_heads,
+            key_dim=plan.key_dim,
+            value_dim=plan.value_dim,
+        )
+        return DeltaNetWeights(plan, self.stacked(plan.in_proj), parameters, self.one(plan.out_proj))
+
+    def stacked(self, names: tuple[str, ...]) -> Tensor:
+        """Matrices with the same number of columns, one below the other."""
+        rows = [self._plan.shapes[name][0] for name in names]
+        stacked = torch.empty(sum(rows), self._plan.shapes[names[0]][1], device=self._device)
+        for part, name in zip(torch.split(stacked, rows), names, strict=True):
+            part.copy_(self._read(name))
+        return stacked
+
+    def stacked_biases(self, plan: AttentionPlan) -> Tensor | None:
+        """The bias of the stacked q, k, v product; a missing one is zero. None when all three are missing."""
+        pairs = ((plan.q_proj, plan.q_bias), (plan.k_proj, plan.k_bias), (plan.v_proj, plan.v_bias))
+        if not any(bias for _, bias in pairs):
+            return None
+        parts = [self._read(bias) if bias else torch.zeros(self._plan.shapes[matrix][0]) for matrix, bias in pairs]
+        return torch.cat(parts).to(self._device)

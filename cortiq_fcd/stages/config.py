@@ -52,6 +52,8 @@ class TrainConfig(_Config):
     batch: int = Field(default=2, ge=1, description="windows per step")
     seq: int = Field(default=512, ge=2, description="window length, tokens")
     seed: int = Field(default=0, ge=0, lt=2**64, description="seed of the window sampler")
+    polish_only: bool = Field(default=False, description="train the layers but leave their attention exact")
+    teacher: Path | None = Field(default=None, description="a CMF file to learn from; default: IN itself, exact")
 
 
 class GateConfig(_Config):

@@ -53,20 +53,29 @@ def run(config: TrainConfig, replica: Replica, where: Windows, *, student: bool)
 
 def _served(config: TrainConfig, replica: Replica, where: Windows, *, student: bool) -> tuple[float, float]:
     """Perplexity and mean KL to the teacher at the positions from the seal on."""
-    seal, head = replica.conversion.seal, replica.weights.head
-    nll = kl = 0.0
+    seal, own, teacher = replica.conversion.seal, replica.weights, replica.teacher
+    head, measured = own.head, own if student else teacher
+    kl = 0.0
     # All windows move in step through the decoder: the larger the batch, the fewer the passes over the weights.
     ids, targets = windows(where.val, list(where.final), config.seq, head.device)
     count = ids.shape[0] * (config.seq - seal)
     if count == 0:
         return math.nan, math.nan
-    teacher = torch.cat(
+    teacher_rows = torch.cat(
         [hidden_states(replica, part, student=False).view(*part.shape, -1) for part in torch.split(ids, config.batch)]
     )[:, seal:].flatten(0, 1)
-    student_rows = served_hidden(replica, ids, seal, student=True, served=True).flatten(0, 1) if student else teacher
-    nll = nll_sum(student_rows, head, targets[:, seal:].reshape(-1))
+    rows = served_hidden(replica, ids, seal, student=True, served=True).flatten(0, 1) if student else teacher_rows
+    nll = nll_sum(rows, measured.head, targets[:, seal:].reshape(-1), softcap=measured.plan.logit_softcap)
     if student:
-        rows = chunk_rows(head.shape[0], head.element_size(), 4)
-        parts = zip(torch.split(student_rows, rows), torch.split(teacher, rows), strict=True)
-        kl = sum(float(kl_rows(a, b, head).sum(dtype=torch.float64)) for a, b in parts)
+        size = chunk_rows(head.shape[0], head.element_size(), 4)
+        for a, b in zip(torch.split(rows, size), torch.split(teacher_rows, size), strict=True):
+            of_rows = kl_rows(
+                a,
+                b,
+                head,
+                teacher_head=None if teacher.head is head else teacher.head,
+                softcap=own.plan.logit_softcap,
+                teacher_softcap=teacher.plan.logit_softcap,
+            )
+            kl += of_rows.sum(dtype=torch.float64).item()
     return math.exp(min(nll / count, 700.0)), kl / count

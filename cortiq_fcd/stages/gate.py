@@ -45,7 +45,7 @@ def select_prompts(config: GateConfig, val: Ids, conversion: Conversion) -> Prom
     elif span < MIN_SPAN_TOKENS:
         need = RESERVED_TOKENS + MIN_SPAN_TOKENS
         reason = f"the validation text has {len(val)} tokens, and prompts need at least {need}"
-    elif is_exact(PROMPT_TOKENS, conversion.w, conversion.sink):
+    elif conversion.converted and is_exact(PROMPT_TOKENS, conversion.w, conversion.sink):
         reason = (
             f"window {conversion.w} + sink {conversion.sink} keep a prompt of {PROMPT_TOKENS} tokens on exact attention"
         )

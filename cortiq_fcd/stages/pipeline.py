@@ -17,16 +17,18 @@ import torch
 
 from cortiq_fcd.errors import ConfigError, DivergedError, NothingPassedError
 from cortiq_fcd.events import DoneEvent, Listener, StageEvent, WarningEvent, ignore
-from cortiq_fcd.io.corpus import check_lengths, load_corpus
-from cortiq_fcd.io.reader import open_model
+from cortiq_fcd.io.corpus import Corpus, check_lengths, load_corpus
+from cortiq_fcd.io.reader import CmfModel, open_model
 from cortiq_fcd.io.writer import check_free_space, check_output_path, expected_bytes
-from cortiq_fcd.model.conversion import resolve_conversion
-from cortiq_fcd.model.plan import plan_model
+from cortiq_fcd.model.conversion import Conversion, resolve_conversion
+from cortiq_fcd.model.plan import ModelPlan, plan_model
+from cortiq_fcd.model.weights import FrozenWeights
 from cortiq_fcd.stages import dequantize, evaluate, gate, polish, provenance, replica, store
 from cortiq_fcd.stages.artefacts import Comparison, Stored
 from cortiq_fcd.stages.config import ComputeConfig, PolishConfig
 from cortiq_fcd.stages.report import MemoryInfo, Report, ToolInfo
 from cortiq_fcd.stages.sentence import is_worse, sentence
+from cortiq_fcd.stages.teacher import check_teacher
 
 StageName = Literal["dequantize", "replica", "gate", "polish", "evaluate", "provenance"]
 
@@ -43,37 +45,15 @@ def run(source: Path, out: Path, config: PolishConfig, listener: Listener = igno
         check_output_path(model.paths, out, config.output.force)
         check_output_path([*model.paths, out], report_path, True)
         plan = plan_model(model)
-        o1 = config.o1
-        conversion, notes = resolve_conversion(
-            plan,
-            model.header.get("provenance"),
-            layers=o1.layers,
-            m=o1.m,
-            w=o1.w,
-            sink=o1.sink,
-            prefill=o1.prefill,
-            seq=config.train.seq,
-        )
-        wanted = {
-            name: store.stored_dtype(config.output, plan.shapes[name])
-            for i in conversion.layers
-            for name in plan.layers[i].trainable
-        }
-        check_free_space(out, expected_bytes(model, header=model.header, replace=wanted))
+        conversion = _conversion(config, plan, model, progress)
+        _check_disk(config, plan, conversion, model, out)
         device = _device(config.compute)
-        corpus = load_corpus(
-            train=config.corpus.train,
-            val=config.corpus.val,
-            max_train_bytes=config.corpus.max_train_bytes,
-            max_val_bytes=config.corpus.max_val_bytes,
-            model=model,
-        )
-        progress.warn(*notes, *corpus.notes, *check_lengths(corpus, config.train.seq, config.train.batch))
-
+        corpus = _corpus(config, model, progress)
         with progress.stage("dequantize", f"{len(plan.shapes)} tensors, {plan.params:,} weights"):
             weights = dequantize.run(model, plan, device)
-        with progress.stage("replica", f"{len(conversion.layers)} of {len(plan.layers)} layers converted"):
-            network = replica.run(conversion, weights)
+            teacher_weights = _teacher(config, model, plan, device, progress)
+        with progress.stage("replica", f"{len(conversion.converted)} of {len(plan.layers)} layers converted"):
+            network = replica.run(conversion, weights, teacher_weights)
         prompts = gate.select_prompts(config.gate, corpus.val, conversion)
         with progress.stage("gate", prompts.skipped and f"skipped: {prompts.skipped}"):
             judged = gate.run(config.gate, prompts, network)
@@ -133,6 +113,55 @@ def run(source: Path, out: Path, config: PolishConfig, listener: Listener = igno
             hint="try a smaller --lr",
         )
     return report
+
+
+def _conversion(config: PolishConfig, plan: ModelPlan, model: CmfModel, progress: _Progress) -> Conversion:
+    o1 = config.o1
+    conversion, notes = resolve_conversion(
+        plan,
+        model.header.get("provenance"),
+        layers=o1.layers,
+        m=o1.m,
+        w=o1.w,
+        sink=o1.sink,
+        prefill=o1.prefill,
+        seq=config.train.seq,
+        polish_only=config.train.polish_only,
+    )
+    progress.warn(*notes)
+    return conversion
+
+
+def _check_disk(config: PolishConfig, plan: ModelPlan, conversion: Conversion, model: CmfModel, out: Path) -> None:
+    """ResourceError before any work if OUT would not fit where it goes."""
+    names = [name for i in conversion.layers for name in plan.layers[i].trainable]
+    dtypes = {name: store.stored_dtype(config.output, plan.shapes[name]) for name in names}
+    check_free_space(out, expected_bytes(model, header=model.header, replace=dtypes))
+
+
+def _corpus(config: PolishConfig, model: CmfModel, progress: _Progress) -> Corpus:
+    corpus = load_corpus(
+        train=config.corpus.train,
+        val=config.corpus.val,
+        max_train_bytes=config.corpus.max_train_bytes,
+        max_val_bytes=config.corpus.max_val_bytes,
+        model=model,
+    )
+    progress.warn(*corpus.notes, *check_lengths(corpus, config.train.seq, config.train.batch))
+    return corpus
+
+
+def _teacher(
+    config: PolishConfig, model: CmfModel, plan: ModelPlan, device: torch.device, progress: _Progress
+) -> FrozenWeights | None:
+    """The weights of a separate teacher file, if one was given."""
+    path = config.train.teacher
+    if path is None:
+        return None
+    with open_model(path) as teacher:
+        teacher_plan = plan_model(teacher)
+        progress.warn(*check_teacher(teacher, teacher_plan, model, plan))
+        return dequantize.run(teacher, teacher_plan, device)
 
 
 class _Progress:

@@ -64,7 +64,8 @@ def run(story: Story, source: CmfModel, out: Path, stored: Stored) -> WrittenFil
     provenance = header.get("provenance")
     header["provenance"] = {
         **(provenance if isinstance(provenance, dict) else {}),
-        "o1_attn": story.conversion.record(),
+        # A polish alone converts nothing: whatever the file says about its attention stays.
+        **({} if story.conversion.polish_only else {"o1_attn": story.conversion.record()}),
         "fcd": record(story, source).model_dump(mode="json", by_alias=True),
     }
     return write_model(source, out, header=header, replace=stored.tensors, force=story.config.output.force)
@@ -138,7 +139,7 @@ def build_report(
             tensors_written=written.tensors_written,
         ),
         o1=records.O1Info(**story.conversion.record(), prefill=story.conversion.seal),
-        recipe=records.RecipeInfo(**config.train.model_dump()),
+        recipe=records.RecipeInfo(**config.train.model_dump(mode="json")),
         corpus=records.CorpusInfo(
             train_tokens=len(story.corpus.train),
             val_tokens=len(story.corpus.val),

@@ -7,6 +7,6 @@ from cortiq_fcd.model.replica import Replica, new_replica
 from cortiq_fcd.model.weights import FrozenWeights
 
 
-def run(conversion: Conversion, weights: FrozenWeights) -> Replica:
-    """A replica whose trainable tensors start as the file's."""
-    return new_replica(weights, conversion)
+def run(conversion: Conversion, weights: FrozenWeights, teacher: FrozenWeights | None = None) -> Replica:
+    """A replica whose trainable tensors start as the file's. `teacher` null: the file itself, with exact attention."""
+    return new_replica(weights, conversion, teacher)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from cortiq_fcd.errors import UnsupportedModelError
-from cortiq_fcd.model.plan import INFORMATIONAL_KEYS, NEUTRAL_VALUES, ModelPlan, plan_model
+from cortiq_fcd.model.consumed import INFORMATIONAL_KEYS, NEUTRAL_VALUES
+from cortiq_fcd.model.plan import ModelPlan, plan_model
 from tests.fixtures import Shape, Source, Tiny
 
 # Every key that the format lists, with a value that asks for another forward (or, for sizes, that can't be).
