@@ -176,7 +176,7 @@ def clear_rows(joint: oracle.Joint, seal: int) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_f32_against_f64(seed: int) -> None:
-    """torch has no such op. Stated bound of a row: 16 roundings times its kappa. Stated bound of gradients: one rounding of
+    """torch has no such op. Stated bound of a row: 16 roundings times its kappa. Of gradients: one rounding of
     the largest entry times the largest kappa, since every row reaches dk and dv."""
     geometry = Geometry(64, 20, 4, 16**-0.5)
     rounded = [x.float() for x in random_case(150, B=2, G=2, R=2, D=16, Dv=16, seed=seed)]
