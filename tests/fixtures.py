@@ -133,23 +133,29 @@ class Source:
 
 
 def write_arrays(
-    path: Path, header: dict[str, Any], arrays: Arrays, *, dtype: DType = DType.F32, tokenizer: bytes | None = None
+    path: Path,
+    header: dict[str, Any],
+    arrays: Arrays,
+    *,
+    dtype: DType = DType.F32,
+    tokenizer: bytes | None = None,
+    **options: Any,
 ) -> Path:
-    """Arrays as a model file: matrices as `dtype`, vectors f32. As f32, NaN and Inf are written too."""
+    """Arrays as a model file: matrices as `dtype`, vectors f32 (NaN and Inf too). `options` go to `create_model`."""
 
     def tensor(name: str, array: np.ndarray) -> tuple[str, DType, tuple[int, ...], Callable[[], np.ndarray]]:
         stored = DType.F32 if array.ndim == 1 else dtype
         raw = np.ascontiguousarray(array, "<f4").reshape(-1).view(np.uint8)
         return name, stored, array.shape, lambda: raw if stored is DType.F32 else array
 
-    create_model(path, header=header, tensors=[tensor(*item) for item in arrays.items()], vocab=tokenizer)
+    create_model(path, header=header, tensors=[tensor(*item) for item in arrays.items()], vocab=tokenizer, **options)
     return path
 
 
 def tiny_tokenizer() -> bytes:
     """A tokenizer.json with one id a character of ALPHABET."""
     codec = tokenizers.Tokenizer(models.WordLevel({c: i for i, c in enumerate(ALPHABET)}, unk_token=" "))
-    codec.pre_tokenizer = pre_tokenizers.Split(Regex("(?s)."), "isolated")
+    codec.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     return codec.to_str().encode()
 
 

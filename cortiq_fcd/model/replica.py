@@ -59,10 +59,10 @@ class Replica:
             )
         return replace(self.weights, layers=tuple(layers))
 
-    def o1(self, seal: int) -> O1Attention | None:
-        """The O(1) kernel for windows sealed after `seal` tokens; null when such windows stay exact."""
+    def o1(self, seal: int, tokens: int) -> O1Attention | None:
+        """The O(1) kernel for windows of `tokens` sealed after `seal`; null when such windows stay exact."""
         c = self.conversion
-        if is_exact(seal, c.w, c.sink):
+        if seal >= tokens or is_exact(seal, c.w, c.sink):
             return None
         return O1Attention(seal, landmark_count(seal, c.m), c.w, c.sink)
 
@@ -136,7 +136,7 @@ def hidden_states(replica: Replica, ids: Tensor, *, student: bool, seal: int | N
     O(1) kernel sealed after `seal` tokens (null: exact attention everywhere).
     """
     weights = replica.student if student else replica.teacher
-    o1 = replica.o1(seal) if student and seal is not None else None
+    o1 = replica.o1(seal, ids.shape[1]) if student and seal is not None else None
     x = embed(ids, weights.embed, weights.plan.embed_multiplier)
     x = _run(x, weights, list(visits(weights)), ids, o1, replica.conversion.converted)
     return head_rows(x, weights)
@@ -181,7 +181,7 @@ def loss_and_gradient(replica: Replica, ids: Tensor, targets: Tensor, kl_weight:
     del teacher_x
 
     saved: list[LayerSaved | rmsnorm.Saved] = []
-    x = _run(x, student, order[shared:], ids, replica.o1(replica.conversion.seal), converted, saved)
+    x = _run(x, student, order[shared:], ids, replica.o1(replica.conversion.seal, ids.shape[1]), converted, saved)
     rows, norm_saved = final_norm(x, student)
     multiplier = student.plan.logit_multiplier
     loss = ce_kl(

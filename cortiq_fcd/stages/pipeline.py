@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import sys
@@ -16,7 +17,7 @@ from typing import Literal
 import torch
 
 from cortiq_fcd.errors import ConfigError, DivergedError, NothingPassedError
-from cortiq_fcd.events import DoneEvent, Listener, StageEvent, WarningEvent, ignore
+from cortiq_fcd.events import DoneEvent, Event, Listener, StageEvent, WarningEvent, ignore
 from cortiq_fcd.io.corpus import Corpus, check_lengths, load_corpus
 from cortiq_fcd.io.reader import CmfModel, open_model
 from cortiq_fcd.io.writer import check_free_space, check_output_path, expected_bytes
@@ -29,6 +30,9 @@ from cortiq_fcd.stages.config import ComputeConfig, PolishConfig
 from cortiq_fcd.stages.report import MemoryInfo, Report, ToolInfo
 from cortiq_fcd.stages.sentence import is_worse, sentence
 from cortiq_fcd.stages.teacher import check_teacher
+
+_DIVERGED = f"training diverged: {polish.MAX_SKIPPED_IN_A_ROW} steps in a row had no finite gradient"
+_CALMER = "try a smaller --lr"
 
 StageName = Literal["dequantize", "replica", "gate", "polish", "evaluate", "provenance"]
 
@@ -70,7 +74,7 @@ def run(source: Path, out: Path, config: PolishConfig, listener: Listener = igno
                 corpus.train,
                 corpus.val,
                 judged,
-                listener,
+                progress.pass_on,
                 judge_every_checkpoint=config.gate.every_checkpoint,
             )
         progress.move("polish", "gate", trained.gate_seconds)
@@ -78,6 +82,10 @@ def run(source: Path, out: Path, config: PolishConfig, listener: Listener = igno
             raise NothingPassedError(
                 "no checkpoint passed the generation gate, and --require-pass was given: nothing was written",
                 hint=prompts.skipped and f"the gate did not run: {prompts.skipped}",
+            )
+        if trained.diverged and not trained.best_step:
+            raise DivergedError(
+                f"{_DIVERGED}. Nothing had beaten the conversion by then: nothing was written", hint=_CALMER
             )
         with progress.stage("evaluate", "after training"):
             stored = store.run(config.output, network) if trained.best_step else Stored({})
@@ -108,9 +116,7 @@ def run(source: Path, out: Path, config: PolishConfig, listener: Listener = igno
     listener(DoneEvent(outcome=report.outcome, output=str(out), report=str(report_path), sentence=sentence(report)))
     if trained.diverged:
         raise DivergedError(
-            f"training diverged: {polish.MAX_SKIPPED_IN_A_ROW} steps in a row had no finite gradient. "
-            f"The best state so far ({report.outcome}, step {report.best_step}) was written to {out}",
-            hint="try a smaller --lr",
+            f"{_DIVERGED}. The best state so far (step {report.best_step}) was written to {out}", hint=_CALMER
         )
     return report
 
@@ -188,8 +194,13 @@ class _Progress:
 
     def warn(self, *messages: str) -> None:
         for message in messages:
-            self.notes.append(message)
-            self._listener(WarningEvent(message=message))
+            self.pass_on(WarningEvent(message=message))
+
+    def pass_on(self, event: Event) -> None:
+        """Tell the listener; a warning, whoever gave it, is also kept for the report."""
+        if isinstance(event, WarningEvent):
+            self.notes.append(event.message)
+        self._listener(event)
 
 
 def _device(config: ComputeConfig) -> torch.device:
@@ -246,4 +257,6 @@ def _unmeasured(story: provenance.Story) -> list[str]:
     reasons = []
     if story.comparison.final.untouched is None:
         reasons.append("ppl.untouched is null: every validation window was used for choosing or judging")
+    if story.comparison.final.served is None or math.isnan(story.comparison.final.served):
+        reasons.append("ppl.served and kl_served are null: no position of a window comes after the seal")
     return reasons
