@@ -24,6 +24,7 @@ from cortiq_fcd.kernels.causal_attention import (
     causal_attention_step,
 )
 from cortiq_fcd.kernels.ce_kl import ce_kl, chunk_rows, nll_sum
+from cortiq_fcd.kernels.delta_rule import delta_rule_bwd, delta_rule_fwd
 from cortiq_fcd.kernels.landmark_inverse import landmark_inverse
 from cortiq_fcd.kernels.linear import linear_bwd_input, linear_bwd_weight, linear_fwd
 from cortiq_fcd.kernels.o1_attention import Geometry, landmarks, o1_attention_bwd, o1_attention_fwd
@@ -33,6 +34,7 @@ from cortiq_fcd.kernels.rope import rope_bwd, rope_fwd, rotation
 from cortiq_fcd.kernels.segment_means import segment_means_bwd, segment_means_fwd
 from cortiq_fcd.kernels.swiglu import swiglu_bwd, swiglu_fwd
 from tests.oracles import attention as oracle
+from tests.oracles.delta_net import delta_rule as step_loop
 from tests.oracles.memory import PeakMemory
 
 clock = time.perf_counter
@@ -222,6 +224,39 @@ def bench_decode() -> None:
     )
 
 
+def bench_delta_rule() -> None:
+    """Forward and backward of the gated delta rule against the step loop, whose backward is torch's autograd."""
+    q, k, v, dout = normal(1, 4, 512, 64), normal(1, 4, 512, 64), normal(1, 4, 2, 512, 64), normal(1, 4, 2, 512, 64)
+    k = k / k.norm(dim=-1, keepdim=True)
+    log_g, beta = -normal(1, 4, 2, 512).abs(), torch.sigmoid(normal(1, 4, 2, 512))
+
+    def loop_backward() -> None:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, log_g, beta)]
+        torch.autograd.grad(step_loop(*leaves)[0], leaves, dout)
+
+    saved = delta_rule_fwd(q, k, v, log_g, beta)[2]
+    forward, backward, loop, loop_both = best_ms(
+        lambda: delta_rule_fwd(q, k, v, log_g, beta),
+        lambda: delta_rule_bwd(dout, saved),
+        lambda: step_loop(q, k, v, log_g, beta),
+        loop_backward,
+        rounds=5,
+    )
+    table(
+        "Gated delta rule, 1 x 8 value heads (4 key heads) x 512 x 64, against the step-by-step loop",
+        ("", "chunked", "loop", "loop / chunked"),
+        [
+            ("forward", f"{forward:.1f}", f"{loop:.1f}", f"{loop / forward:.1f}"),
+            (
+                "forward + backward",
+                f"{forward + backward:.1f}",
+                f"{loop_both:.1f}",
+                f"{loop_both / (forward + backward):.1f}",
+            ),
+        ],
+    )
+
+
 def bench_loss() -> None:
     N, V, C = 1024, 49_152, 576
     student, teacher, head = normal(N, C), normal(N, C) / C**0.5, normal(V, C) / C**0.5
@@ -268,6 +303,7 @@ BENCHES: dict[str, Callable[[], None]] = {
     "slope": bench_o1_slope,
     "attention": bench_attention,
     "decode": bench_decode,
+    "delta": bench_delta_rule,
     "loss": bench_loss,
 }
 
