@@ -106,6 +106,7 @@ BROKEN: dict[str, tuple[Layout, str, str | None]] = {
     "data_unaligned": (Layout([weight()], spans={"data": (4096 + 64, 64)}), "not aligned", None),
     "header_hash": (Layout(header_hash=1), "hash of the header", None),
     "directory_hash": (Layout(dir_hash=1), "hash of the dir", None),
+    "directory_of_8_bytes": (Layout(spans={"dir": (200, 8)}, dir_hash=0), "ends inside its head", None),
     "count_huge": (Layout([weight()], count=BIG), "passes its end", None),
     "count_overflow": (Layout([weight()], count=2**61), "passes its end", None),
     "pool_in_records": (Layout([weight()], pool_off=71), "name pool", None),
@@ -156,6 +157,13 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
 
 
 FLOOD = 100_000
+
+
+def with_value(text: bytes) -> bytes:
+    """A valid header but for the JSON text of one more key."""
+    return json.dumps(HEADER).encode()[:-1] + b', "x": ' + text + b"}"
+
+
 BOMBS = {
     "not json": b"{",
     "not utf-8": b'{"format": "\xff"}',
@@ -164,21 +172,21 @@ BOMBS = {
     "not an object": b"[1]",
     "null": b"null",
     "two documents": b"{} {}",
-    "deep array": b'{"x":' + b"[" * FLOOD + b"]" * FLOOD + b"}",
-    "deep object": b'{"x":' * FLOOD + b"1" + b"}" * FLOOD,
+    "deep array": with_value(b"[" * FLOOD + b"]" * FLOOD),
+    "deep object": with_value(b'{"x":' * FLOOD + b"1" + b"}" * FLOOD),
     "a little too deep": json.dumps({**HEADER, "x": json.loads("[" * 101 + "]" * 101)}).encode(),
     "unclosed": b"[" * FLOOD,
-    "huge integer": b'{"x":' + b"9" * FLOOD + b"}",
-    "huge float": b'{"x": 1e999}',
-    "negative huge float": b'{"x": -1e999}',
-    "NaN": b'{"x": NaN}',
-    "Infinity": b'{"x": Infinity}',
-    "-Infinity": b'{"x": [-Infinity]}',
-    "duplicate key": b'{"format": "cmf", "format": "cmf"}',
-    "nested duplicate key": b'{"x": [{"a": 1, "a": 1}]}',
+    "huge integer": with_value(b"9" * FLOOD),
+    "huge float": with_value(b"1e999"),
+    "negative huge float": with_value(b"[-1e999]"),
+    "NaN": with_value(b"NaN"),
+    "Infinity": with_value(b"Infinity"),
+    "-Infinity": with_value(b"[-Infinity]"),
+    "duplicate key": with_value(b'1, "version": 2'),
+    "nested duplicate key": with_value(b'[{"a": 1, "a": 1}]'),
     "half a surrogate pair": json.dumps({**HEADER, "x": "\ud800"}).encode(),
     "half a surrogate pair as key": json.dumps({**HEADER, "\udc00": 1}).encode(),
-    "control character": b'{"x": "\x01"}',
+    "control character": with_value(b'"\x01"'),
     "no format": json.dumps({"version": 2, "arch": {}}).encode(),
     "format": json.dumps({**HEADER, "format": "gguf"}).encode(),
     "version 3": json.dumps({**HEADER, "version": 3}).encode(),
@@ -279,6 +287,15 @@ def test_views_outlive_the_model(tmp_path: Path) -> None:
     with open_model(path) as first, open_model(path) as second:
         assert np.array_equal(first.raw("w"), second.raw("w"))
     path.unlink()
+
+
+def test_a_file_cut_while_it_is_open(tmp_path: Path) -> None:
+    path = put(tmp_path, Layout([Tensor("w", 0, (4096,), bytes(16384))]))
+    with open_model(path) as model:
+        os.truncate(path, 4096 + 1000)
+        with pytest.raises(CmfFormatError, match="became shorter") as caught:
+            list(model.chunks("w"))
+        assert caught.value.offset_bytes == 4096 + 1000
 
 
 def shard_plans(**overrides: Any) -> dict[str, Layout]:
