@@ -73,11 +73,23 @@ def ids_and_targets(model: Tiny) -> tuple[Tensor, Tensor]:
 
 
 def oracle_options(model: Tiny, setting: Conversion) -> transformer.Options:
-    plan = model.plan()
-    sizes = {"H": model.H, "G": model.G, "D": model.D, "layers": model.layers}
-    kernel = {"converted": setting.layers, "m": setting.m, "w": setting.w, "sink": setting.sink, "seal": setting.seal}
-    forms = {"eps": plan.norm_eps, "plus_one": plan.norm_plus_one, "theta": plan.rope_theta}
-    return transformer.Options(**sizes, **kernel, **forms, rotary_dim=plan.rotary_dim)
+    """From the header itself, not from the plan under test."""
+    arch = model.header()["arch"]
+    return transformer.Options(
+        H=model.H,
+        G=model.G,
+        D=model.D,
+        layers=model.layers,
+        eps=arch["rms_norm_eps"],
+        plus_one=arch.get("norm_style") == "gemma",
+        theta=arch.get("rope_theta", 10000.0),
+        rotary_dim=max(2, int(model.D * arch.get("partial_rotary_factor", 1.0))),
+        converted=setting.layers,
+        m=setting.m,
+        w=setting.w,
+        sink=setting.sink,
+        seal=setting.seal,
+    )
 
 
 def compare(model: Tiny, setting: Conversion, kl_weight: float) -> dict[str, float]:

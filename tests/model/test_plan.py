@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cortiq_fcd.errors import UnsupportedModelError
 from cortiq_fcd.model.consumed import INFORMATIONAL_KEYS, NEUTRAL_VALUES
-from cortiq_fcd.model.plan import ModelPlan, plan_model
+from cortiq_fcd.model.plan import AttentionPlan, ModelPlan, plan_model
 from tests.fixtures import Shape, Source, Tiny
 
 # Every key that the format lists, with a value that asks for another forward (or, for sizes, that can't be).
@@ -20,26 +22,25 @@ REFUSED: dict[str, Any] = {
     "num_kv_heads": 3,
     "head_dim": 0,
     "vocab_size": 0,
-    "layer_types": ["FullAttention", "SlidingAttention", "FullAttention"],
+    "layer_types": ["FullAttention", "Kda", "FullAttention"],
     "rms_norm_eps": 0.0,
     "norm_style": "layernorm",
     "rope_theta": -1.0,
     "tie_word_embeddings": 1,
     "partial_rotary_factor": 0.0,
     "yarn": {"factor": 4.0},
-    "attention_heads_per_layer": [4, 4, 2],
+    "attention_heads_per_layer": [4, 4],
     "hidden_act": "gelu_pytorch_tanh",
-    "embed_multiplier": 4.0,
-    "query_pre_attn_scalar": 256,
+    "embed_multiplier": 0.0,
+    "query_pre_attn_scalar": -256,
     "sliding_window": 512,
-    "sliding_window_pattern": 6,
     "rope_local_base_freq": 10000.0,
     "local_partial_rotary_factor": 0.5,
     "global_head_dim": 16,
     "num_global_kv_heads": 1,
     "global_partial_rotary_factor": 0.25,
-    "final_logit_softcapping": 30.0,
-    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": -30.0,
+    "attn_logit_softcapping": "50",
     "attn_v_norm": True,
     "mla": {"kv_lora_rank": 64},
     "activation_situ_beta": 1.0,
@@ -54,18 +55,23 @@ REFUSED: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "rope_freq_factors": [1.0, 2.0],
-    "logit_multiplier": 0.5,
+    "logit_multiplier": 0.0,
     "g3n": {"altup": 2},
     "kda_gate_lower_bound": -5.0,
-    "num_loops": 2,
-    "loop_final_norm": True,
+    "num_loops": 0,
+    "loop_final_norm": 1,
     "a_key_of_next_year": 1,
     "ropeTheta": 10000.0,
     "a_flag_that_is_off": False,
     "an_empty_list": [],
 }
 # What the format lists and what no value of can change the forward.
-INFORMATIONAL = {"arch_name": "anything", "max_position_embeddings": 7, "intermediate_size": 7}
+INFORMATIONAL = {
+    "arch_name": "anything",
+    "max_position_embeddings": 7,
+    "intermediate_size": 7,
+    "sliding_window_pattern": 6,
+}
 
 
 def planned(model: Tiny, edit: Callable[[Source], object] = lambda source: None) -> ModelPlan:
@@ -85,7 +91,7 @@ def refusal(model: Tiny, edit: Callable[[Source], object]) -> UnsupportedModelEr
 @pytest.mark.parametrize("key", REFUSED)
 def test_a_key_that_asks_for_another_model_is_refused_by_name(key: str) -> None:
     error = refusal(Tiny(), lambda source: source.header["arch"].update({key: REFUSED[key]}))
-    assert error.subject.removeprefix("arch.").split("[")[0] == key
+    assert re.split(r"[.\[]", error.subject.removeprefix("arch."))[0] == key
 
 
 @pytest.mark.parametrize("key", [key for key in REFUSED if key not in Tiny().header()["arch"]])
@@ -108,7 +114,7 @@ def test_a_key_that_the_forward_needs(key: str, value: Any) -> None:
 @pytest.mark.parametrize("key", INFORMATIONAL)
 def test_informational_keys(key: str) -> None:
     plan = planned(Tiny(), lambda source: source.header["arch"].update({key: INFORMATIONAL[key]}))
-    assert plan.layers == Tiny().plan().layers
+    assert replace(plan, arch_name="tiny") == Tiny().plan()
     assert INFORMATIONAL_KEYS.keys() == INFORMATIONAL.keys()
 
 
@@ -121,7 +127,7 @@ def test_neutral_values_are_no_reason_to_refuse(key: str, value: Any) -> None:
 def test_a_number_is_not_a_flag() -> None:
     """True == 1 in Python, but not in a file."""
     assert refusal(Tiny(), lambda s: s.header["arch"].update(num_loops=True)).subject == "arch.num_loops"
-    assert refusal(Tiny(), lambda s: s.header["arch"].update(loop_final_norm=0)).subject == "arch.loop_final_norm"
+    assert refusal(Tiny(), lambda s: s.header["arch"].update(attn_v_norm=0)).subject == "arch.attn_v_norm"
 
 
 def test_defaults_of_the_format() -> None:
@@ -129,8 +135,41 @@ def test_defaults_of_the_format() -> None:
         for key in ("tie_word_embeddings", "rms_norm_eps", "intermediate_size", "arch_name"):
             del source.header["arch"][key]
 
-    plan = planned(Tiny(tied=False), edit)
-    assert (plan.norm_plus_one, plan.rope_theta, plan.rotary_dim, plan.tied) == (False, 10000.0, 8, False)
+    plan, said = planned(Tiny(tied=False), edit), planned(Tiny(tied=False))
+    assert (plan.norm, plan.layers, plan.tied) == (said.norm, said.layers, False)
+    assert (plan.norm.eps, plan.norm.plus_one, plan.num_loops, plan.embed_multiplier) == (1e-6, False, 1, 1.0)
+    frequencies = attention(plan).rotary.frequencies
+    assert frequencies == pytest.approx([10000.0 ** (-i / 4) for i in range(4)], rel=1e-14)
+    assert attention(plan).scale == pytest.approx(8**-0.5, rel=1e-15)
+
+
+def attention(plan: ModelPlan) -> AttentionPlan:
+    mixer = plan.layers[0].mixer
+    assert isinstance(mixer, AttentionPlan)
+    return mixer
+
+
+# Values of keys that are honoured: each must show in the plan.
+HONOURED: dict[str, Any] = {
+    "rms_norm_eps": 1e-5,
+    "norm_style": "gemma",
+    "rope_theta": 5e5,
+    "partial_rotary_factor": 0.5,
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "embed_multiplier": 4.0,
+    "query_pre_attn_scalar": 256,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+    "rope_freq_factors": [1.0, 2.0, 4.0, 8.0],
+    "logit_multiplier": 0.5,
+    "num_loops": 2,
+    "loop_final_norm": True,
+}
+
+
+@pytest.mark.parametrize("key", HONOURED)
+def test_a_key_that_is_honoured_changes_the_plan(key: str) -> None:
+    assert planned(Tiny(), lambda source: source.header["arch"].update({key: HONOURED[key]})) != planned(Tiny())
 
 
 ROTARY_DIMS = {
@@ -158,7 +197,7 @@ def test_rotary_dim(head_dim: int, factor: float) -> None:
     if rotary_dim is None:
         assert refusal(model, lambda source: None).subject == "arch.partial_rotary_factor"
     else:
-        assert planned(model).rotary_dim == rotary_dim
+        assert 2 * len(attention(planned(model)).rotary.frequencies) == rotary_dim
 
 
 EXTRA_TENSORS = [
