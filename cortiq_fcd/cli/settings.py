@@ -88,12 +88,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("train.batch", "--batch", int, "N", TRAINING, "windows per step; default: 2"),
     Setting("train.seq", "--seq", int, "N", TRAINING, "window length, tokens; default: 512"),
     Setting("train.seed", "--seed", int, "N", TRAINING, "seed of the window sampler; default: 0"),
-    Setting(
-        "train.polish_only", "--polish-only", bool, "", TRAINING, "train, but leave attention exact; default: off"
-    ),
-    Setting(
-        "train.teacher", "--teacher", str, "FILE", TRAINING, "a CMF file to learn from; default: IN with exact attention"
-    ),
+    Setting("train.polish_only", "--polish-only", bool, "", TRAINING, "train, but leave attention exact; default: off"),
+    Setting("train.teacher", "--teacher", str, "FILE", TRAINING, "a CMF file to learn from; default: IN itself, exact"),
     Setting(
         "gate.enabled", "--gate/--no-gate", bool, "", GATE, "let loop scores of generated text choose; default: gate"
     ),

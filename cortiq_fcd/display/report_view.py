@@ -77,9 +77,12 @@ def report_facts(report: Report) -> list[tuple[str, str]]:
     o1, recipe, corpus, out = report.o1, report.recipe, report.corpus, report.output
     share = f"{figures.count(report.trainable_params)} of {figures.count(report.source.params)} weights"
     saved = f", trained tensors as {out.save_dtype}" if out.save_dtype else ""
+    kernel = f"{o1.m} landmarks, window {o1.w}, sink {o1.sink}, seal at {o1.prefill}"
+    if recipe.polish_only:
+        kernel = "attention stayed exact (--polish-only)"
     facts = [
         ("trained", f"{share}, layers {figures.layers(report.converted_layers)}"),
-        ("kernel", f"{o1.m} landmarks, window {o1.w}, sink {o1.sink}, seal at {o1.prefill}"),
+        ("kernel", kernel),
         (
             "recipe",
             f"{report.steps_run} of {recipe.steps} steps, {recipe.batch} x {recipe.seq} tokens, lr {recipe.lr:g}, "
@@ -93,6 +96,8 @@ def report_facts(report: Report) -> list[tuple[str, str]]:
         ("tool", f"{report.tool.name} {report.tool.version}, torch {report.tool.torch}, {_machine(report)}"),
         ("created", report.created),
     ]
+    if recipe.teacher is not None:
+        facts.insert(3, ("teacher", recipe.teacher))
     if (peak := report.memory.peak_rss_bytes) is not None:
         facts.insert(-2, ("memory", f"peak {figures.size(peak)}"))
     return facts

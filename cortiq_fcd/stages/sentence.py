@@ -27,7 +27,7 @@ def before_and_after(report: Report) -> tuple[str, Triple]:
 
 def _polished(report: Report) -> list[str]:
     name, ppl = before_and_after(report)
-    head = "Polished, but worse than the conversion where it counts" if is_worse(report) else "Polished"
+    head = f"Polished, but worse than the {_before(report)} where it counts" if is_worse(report) else "Polished"
     measured = "was not measured" if ppl.start is None or ppl.final is None else f"{_arrow(ppl)}{_teacher(ppl)}"
     parts = [f"{head}: {name} {measured}{_kl(report)}"]
     parts[0] += f", chosen at step {report.best_step} of {report.steps_run}"
@@ -48,7 +48,12 @@ def _identity_reason(report: Report) -> str:
     trained = [entry for entry in report.gate.evals if entry.step > 0]
     if report.gate.status == "ran" and trained and report.gate.chosen is None and not any(e.passed for e in trained):
         return "no checkpoint passed the generation gate"
-    return "nothing beat the conversion as it was"
+    return f"nothing beat the {_before(report)} as it was"
+
+
+def _before(report: Report) -> str:
+    """What the run started from."""
+    return "model" if report.recipe.polish_only else "conversion"
 
 
 def _gate(report: Report) -> str:

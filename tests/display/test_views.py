@@ -62,6 +62,14 @@ def test_gate_skipped_says_why() -> None:
     assert f"skipped: {SKIPPED_GATE.reason}" in shown(200, gate=SKIPPED_GATE)
 
 
+def test_polish_only_and_a_separate_teacher() -> None:
+    recipe = sample_report().recipe.model_copy(update={"polish_only": True, "teacher": "big.cmf"})
+    text = shown(200, recipe=recipe)
+    assert "landmarks" not in text
+    assert "attention stayed exact (--polish-only)" in text
+    assert "teacher  big.cmf" in text
+
+
 def test_a_record_alone() -> None:
     stream = io.StringIO()
     record = {

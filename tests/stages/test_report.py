@@ -113,3 +113,10 @@ def test_sentences_of_identity() -> None:
 def test_sentence_with_nothing_measured() -> None:
     text = sentence(sample_report(ppl=PplInfo(), kl_served=KlInfo()))
     assert text.startswith("Polished: perplexity of the final windows was not measured, chosen at step 40 of 60")
+
+
+def test_sentences_of_polish_only_speak_of_no_conversion() -> None:
+    recipe = sample_report().recipe.model_copy(update={"polish_only": True})
+    worse = PplInfo(served=Triple(teacher=30.1, start=41.2, final=43.0))
+    for changes in ({}, {"ppl": worse}, IDENTITY | {"gate": SKIPPED_GATE}, IDENTITY | {"gate": REJECTED_GATE}):
+        assert "conversion" not in sentence(sample_report(recipe=recipe, **changes))
