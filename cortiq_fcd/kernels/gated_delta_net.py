@@ -86,10 +86,7 @@ def gated_delta_net_fwd(x: Streams, p: Parameters) -> tuple[Tensor, State, Saved
     """y [B, T, G R Dv], the state after the last position, and what the backward needs. Raises ValueError on shapes."""
     B, T = x.z.shape[:2]
     G, R, Dk, Dv = p.key_heads, p.shared, p.key_dim, p.value_dim
-    if x.qkv.shape[2] != sum(p.splits) or x.z.shape[2] != G * R * Dv or x.a.shape[2] != G * R:
-        raise ValueError(
-            f"gated_delta_net: streams {x.qkv.shape[2]}, {x.z.shape[2]}, {x.a.shape[2]} don't fit the heads"
-        )
+    _check_streams(x, p)
     mixed, conv = causal_conv.causal_conv_fwd(x.qkv, p.conv)
     q, k, v = torch.split(mixed, p.splits, 2)
     q, q_saved = l2norm.l2norm_fwd(q.reshape(B, T, G, Dk).transpose(1, 2), L2_EPS, Dk**-0.5)
@@ -111,8 +108,10 @@ def gated_delta_net_fwd(x: Streams, p: Parameters) -> tuple[Tensor, State, Saved
 
 
 def gated_delta_net_bwd(dy: Tensor, saved: Saved) -> Streams:
-    """Gradients of the four streams for dy [B, T, G R Dv]."""
+    """Gradients of the four streams for dy [B, T, G R Dv]. Raises ValueError when dy has another shape."""
     p = saved.parameters
+    if dy.shape != (*saved.gate_in.shape[:2], p.splits[2]):
+        raise ValueError(f"gated_delta_net: dy {tuple(dy.shape)} does not fit {p.splits[2]} channels")
     B, T = dy.shape[:2]
     G, R, Dk, Dv = p.key_heads, p.shared, p.key_dim, p.value_dim
     gated = swiglu.swiglu_bwd(dy.reshape(-1, Dv), saved.gated)
@@ -137,7 +136,8 @@ def gated_delta_net_bwd(dy: Tensor, saved: Saved) -> Streams:
 
 
 def gated_delta_net_step(x: Streams, state: State, p: Parameters) -> Tensor:
-    """y [B, G R Dv] of one more position, streams [B, .]; the state moves on."""
+    """y [B, G R Dv] of one more position, streams [B, .]; the state moves on. Raises ValueError on shapes."""
+    _check_streams(x, p)
     G, R, Dk, Dv = p.key_heads, p.shared, p.key_dim, p.value_dim
     mixed, state.tail = causal_conv.causal_conv_step(x.qkv, state.tail, p.conv)
     q, k, v = torch.split(mixed, p.splits, 1)
@@ -149,6 +149,13 @@ def gated_delta_net_step(x: Streams, state: State, p: Parameters) -> Tensor:
     )
     normed, _ = rmsnorm.rmsnorm_fwd(o.reshape(-1, Dv), p.norm, p.norm_eps, plus_one=False)
     return swiglu.swiglu_fwd(x.z.reshape(-1, Dv), normed)[0].view(x.z.shape)
+
+
+def _check_streams(x: Streams, p: Parameters) -> None:
+    widths = (x.qkv.shape[-1], x.z.shape[-1], x.a.shape[-1], x.b.shape[-1])
+    heads = p.A_log.shape[0]
+    if widths != (sum(p.splits), p.splits[2], heads, heads):
+        raise ValueError(f"gated_delta_net: streams of {widths} channels don't fit {heads} value heads")
 
 
 def _log_decay(gate_in: Tensor, p: Parameters) -> Tensor:

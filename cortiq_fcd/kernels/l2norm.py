@@ -29,6 +29,8 @@ def l2norm_fwd(x: Tensor, eps: float, length: float = 1.0) -> tuple[Tensor, Save
 
 
 def l2norm_bwd(dy: Tensor, saved: Saved) -> Tensor:
-    """dx for dy, both [..., D]."""
+    """dx for dy, both [..., D]. Raises ValueError when dy has another shape."""
+    if dy.shape != saved.x.shape:
+        raise ValueError(f"l2norm: dy {tuple(dy.shape)} and x {tuple(saved.x.shape)} don't meet")
     along = torch.linalg.vecdot(saved.x, dy).unsqueeze_(-1).div_(saved.square)
     return torch.addcmul(dy, saved.x, along, value=-1).mul_(saved.inv)

@@ -38,7 +38,9 @@ def sigmoid_gate_fwd(x: Tensor, g: Tensor) -> tuple[Tensor, Saved]:
 
 
 def sigmoid_gate_bwd(dy: Tensor, saved: Saved) -> Grads:
-    """Gradients of sigmoid_gate_fwd for dy [..., D]."""
+    """Gradients of sigmoid_gate_fwd for dy [..., D]. Raises ValueError when dy has another shape."""
+    if dy.shape != saved.x.shape:
+        raise ValueError(f"sigmoid_gate: dy {tuple(dy.shape)} and x {tuple(saved.x.shape)} don't meet")
     along = dy * saved.x
     if saved.sigmoid.shape[-1] == 1 != along.shape[-1]:
         along = along.sum(-1, keepdim=True)

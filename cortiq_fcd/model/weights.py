@@ -40,7 +40,7 @@ def load_weights(plan: ModelPlan, read: Read, device: torch.device) -> FrozenWei
         layers=tuple(loader.layer(layer) for layer in plan.layers),
         final_norm=loader.one(plan.final_norm),
         # Rows past the vocabulary are padding: they must not take part in the softmax.
-        head=head[: plan.vocab_size],
+        head=head if len(head) == plan.vocab_size else head[: plan.vocab_size],
     )
 
 
