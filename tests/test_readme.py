@@ -1,0 +1,49 @@
+"""README.md tells the truth about commands, exit codes, and where things are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import typer
+
+from cortiq_fcd import errors
+from cortiq_fcd.cli.commands import app
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_path_of_the_tree_exists() -> None:
+    tree = README.split("## Where everything is")[1].split("```")[1]
+    folders: list[str] = []
+    for line in filter(None, tree.splitlines()):
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
+        folders[depth:] = [name]
+        assert (ROOT / "".join(folders)).exists(), "".join(folders)
+
+
+def test_the_table_of_commands_is_the_programs() -> None:
+    named = set(re.findall(r"^\| `(\w+)", README.split("| command | does |")[1].split("\n\n")[0], re.MULTILINE))
+    assert named == set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
+def test_the_exit_codes_are_the_programs() -> None:
+    listed = re.findall(r"^\| ([\d, ]+) \|", README.split("## Exit codes")[1].split("## ")[0], re.MULTILINE)
+    codes = {int(code) for cell in listed for code in cell.split(",")}
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.CortiqError)]
+    assert codes == {kind.exit_code for kind in kinds} | {0, 1, 130, 143}
+
+
+def test_every_flag_that_is_mentioned_exists() -> None:
+    from cortiq_fcd.cli.settings import SETTINGS
+
+    known = {flag for setting in SETTINGS for flag in setting.flag.split("/")} | {"--config", "--json", "--progress"}
+    assert set(re.findall(r"--[a-z][a-z0-9-]*", README)) <= known | {"--help"}
+
+
+def test_every_make_target_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"^make (\w+)", README, re.MULTILINE):
+        assert f"\n{target}:" in makefile
