@@ -29,6 +29,11 @@ NO_GOLDEN = f"no reference data at {GOLDEN}"
 
 ALPHABET = " .abcdefghijklmnopqrstuvwxyz\n"
 Arrays = dict[str, np.ndarray]
+LINEAR_SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+LINEAR: dict[str, Any] = {
+    "linear_core": {"kind": "gated_delta_net", "num_heads": 4, "value_head_dim": 5},
+    **{f"linear_{key}": size for key, size in zip(LINEAR_SIZES, (2, 4, 6, 5, 3), strict=True)},
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class Tiny:
     tied: bool = True
     qk_norm: bool = True
     biases: str = ""  # of q, k, v, o
+    gate: str = ""  # interleaved, head or channel
+    padding: int = 0  # rows of the embedding past the vocabulary
     arch: Mapping[str, Any] = field(default_factory=dict)  # further keys
     seed: int = 0
 
@@ -66,24 +73,44 @@ class Tiny:
         return {"format": "cmf", "version": 2, "arch": arch, "quant_type": "f32"}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        rows = {"q": self.H * self.D, "k": self.G * self.D, "v": self.G * self.D, "o": self.C}
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.V, self.C)}
+        arch = self.header()["arch"]
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.V + self.padding, self.C)}
         for i in range(self.layers):
             layer = f"model.layers.{i}."
             shapes[layer + "input_layernorm.weight"] = (self.C,)
             shapes[layer + "post_attention_layernorm.weight"] = (self.C,)
-            for name, out in rows.items():
-                shapes[f"{layer}self_attn.{name}_proj.weight"] = (out, self.H * self.D if name == "o" else self.C)
-                if name in self.biases:
-                    shapes[f"{layer}self_attn.{name}_proj.bias"] = (out,)
-            if self.qk_norm:
-                shapes[layer + "self_attn.q_norm.weight"] = shapes[layer + "self_attn.k_norm.weight"] = (self.D,)
+            if arch["layer_types"][i] == "LinearAttention":
+                shapes |= self._linear_attention(layer + "linear_attn.")
+            else:
+                shapes |= self._attention(layer + "self_attn.", arch.get("attention_heads_per_layer", {i: self.H})[i])
             shapes[layer + "mlp.gate_proj.weight"] = shapes[layer + "mlp.up_proj.weight"] = (self.F, self.C)
             shapes[layer + "mlp.down_proj.weight"] = (self.C, self.F)
         shapes["model.norm.weight"] = (self.C,)
         if not self.tied:
-            shapes["lm_head.weight"] = (self.V, self.C)
+            shapes["lm_head.weight"] = (self.V + self.padding, self.C)
         return shapes
+
+    def _attention(self, name: str, H: int) -> dict[str, tuple[int, ...]]:
+        q_rows = H * self.D * (2 if self.gate == "interleaved" else 1)
+        rows = {"q": q_rows, "k": self.G * self.D, "v": self.G * self.D, "o": self.C}
+        if self.gate in ("head", "channel"):
+            rows["g"] = H if self.gate == "head" else H * self.D
+        shapes: dict[str, tuple[int, ...]] = {}
+        for part, out in rows.items():
+            shapes[f"{name}{part}_proj.weight"] = (out, H * self.D if part == "o" else self.C)
+            if part in self.biases:
+                shapes[f"{name}{part}_proj.bias"] = (out,)
+        if self.qk_norm:
+            shapes[name + "q_norm.weight"] = shapes[name + "k_norm.weight"] = (self.D,)
+        return shapes
+
+    def _linear_attention(self, name: str) -> dict[str, tuple[int, ...]]:
+        nk, nv, dk, dv, taps = (LINEAR[f"linear_{key}"] for key in LINEAR_SIZES)
+        channels = 2 * nk * dk + nv * dv
+        rows = {"qkv": channels, "z": nv * dv, "a": nv, "b": nv}
+        shapes: dict[str, tuple[int, ...]] = {f"{name}in_proj_{part}.weight": (n, self.C) for part, n in rows.items()}
+        shapes |= {name + "conv1d.weight": (channels, 1, taps), name + "A_log": (nv,), name + "dt_bias": (nv,)}
+        return shapes | {name + "norm.weight": (dv,), name + "out_proj.weight": (self.C, nv * dv)}
 
     def arrays(self) -> Arrays:
         """Weights of about the size that a trained model has: gains near 1, products that keep the variance."""
@@ -93,11 +120,12 @@ class Tiny:
         for name, shape in self.shapes().items():
             values = rng.standard_normal(shape)
             if "norm" in name:
-                values = 0.2 * values + (0 if plus_one else 1)
-            elif name.endswith("bias"):
+                # The norm inside linear attention is plain in both styles.
+                values = 0.2 * values + (0 if plus_one and "linear_attn" not in name else 1)
+            elif len(shape) == 1:
                 values *= 0.3
             else:
-                values /= np.sqrt(shape[1]) * (1 if "embed" in name or "lm_head" in name else 0.8)
+                values /= np.sqrt(shape[-1]) * (1 if "embed" in name or "lm_head" in name else 0.8)
             arrays[name] = values.astype(np.float32)
         return arrays
 

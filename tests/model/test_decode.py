@@ -19,7 +19,7 @@ from cortiq_fcd.model.plan import plan_model
 from cortiq_fcd.model.replica import Replica, hidden_states, new_replica
 from cortiq_fcd.stages import dequantize
 from cortiq_fcd.stages.gate import loop_score
-from tests.fixtures import GOLDEN, NO_GOLDEN, Tiny, golden_json, in_f64
+from tests.fixtures import GOLDEN, LINEAR, NO_GOLDEN, Tiny, golden_json, in_f64
 from tests.oracles.compare import worst_error
 
 SETTING = Conversion((0, 2), (0, 2), m=6, w=5, sink=2, seal=20)
@@ -27,6 +27,14 @@ MODELS = {
     "GQA": Tiny(),
     "biases, untied": Tiny(H=3, G=1, qk_norm=False, tied=False, biases="qkvo", seed=1),
     "gemma, partial rotary": Tiny(arch={"norm_style": "gemma", "partial_rotary_factor": 0.5}, seed=2),
+    "output gate": Tiny(gate="interleaved", seed=3),
+    "hybrid": Tiny(arch={**LINEAR, "layer_types": ["FullAttention", "LinearAttention", "FullAttention"]}, seed=4),
+    "sliding window": Tiny(
+        arch={"layer_types": ["FullAttention", "SlidingAttention", "FullAttention"], "sliding_window": 7}, seed=5
+    ),
+    "loops, multipliers": Tiny(
+        arch={"num_loops": 2, "loop_final_norm": True, "embed_multiplier": 3.0, "logit_multiplier": 0.7}, seed=6
+    ),
 }
 
 

@@ -21,10 +21,10 @@ from cortiq_fcd.model.adamw import gradient_norm
 from cortiq_fcd.model.conversion import Conversion
 from cortiq_fcd.model.perplexity import perplexity_at
 from cortiq_fcd.model.replica import Replica, hidden_states, loss_and_gradient, new_replica, reset_masters
-from tests.fixtures import Tiny, in_f64, tensors_in
+from tests.fixtures import LINEAR, Tiny, in_f64, tensors_in
+from tests.oracles import loss as loss_oracle
 from tests.oracles import transformer
 from tests.oracles.compare import Unchanged, worst_error
-from tests.oracles.loss import ce
 
 BATCH, SEQ = 2, 41
 O1 = Conversion(layers=(0, 1, 2), spec="all", m=6, w=5, sink=2, seal=20)
@@ -55,6 +55,66 @@ MODELS: dict[str, tuple[Tiny, Conversion, float]] = {
     "one layer": (Tiny(layers=1, seed=17), Conversion((0,), "all", 6, 5, 2, 20), 0.7),
     "exact attention on both sides": (Tiny(seed=18), EXACT, 0.7),
     "seal at the last row": (Tiny(seed=19), Conversion((0, 1, 2), "all", 6, 5, 2, SEQ - 1), 0.7),
+    "output gate, interleaved": (Tiny(gate="interleaved", arch={"partial_rotary_factor": 0.25}, seed=21), O1, 0.7),
+    "output gate a head": (Tiny(gate="head", seed=22), O1, 0.7),
+    "output gate a channel": (Tiny(gate="channel", biases="qkvo", seed=23), O1, 0.7),
+    "other scale, multipliers, capped logits": (
+        Tiny(
+            arch={
+                "query_pre_attn_scalar": 5.0,
+                "embed_multiplier": 3.0,
+                "logit_multiplier": 0.7,
+                "final_logit_softcapping": 2.5,
+            },
+            seed=24,
+        ),
+        O1,
+        0.7,
+    ),
+    "capped attention": (
+        Tiny(arch={"attn_logit_softcapping": 1.5}, seed=25),
+        dataclasses.replace(O1, polish_only=True),
+        0.7,
+    ),
+    "sliding windows with angles of their own": (
+        Tiny(
+            layers=4,
+            arch={
+                "layer_types": ["SlidingAttention", "FullAttention"] * 2,
+                "sliding_window": 7,
+                "rope_local_base_freq": 100.0,
+                "local_partial_rotary_factor": 0.5,
+                "rope_freq_factors": [1.0, 1.5, 2.0, 4.0],
+            },
+            seed=26,
+        ),
+        Conversion((1, 3), (1, 3), 6, 5, 2, 20),
+        0.7,
+    ),
+    "heads by layer": (Tiny(arch={"attention_heads_per_layer": [4, 2, 6]}, seed=27), O1, 0.7),
+    "two loops": (Tiny(arch={"num_loops": 2}, seed=28), Conversion((1, 2), "deep2", 6, 5, 2, 20), 0.7),
+    "three loops with a norm between": (Tiny(arch={"num_loops": 3, "loop_final_norm": True}, seed=29), O1, 0.7),
+    "padded vocabulary": (Tiny(padding=3, seed=30), O1, 0.7),
+    "padded vocabulary, untied": (Tiny(padding=3, tied=False, seed=31), O1, 0.7),
+    "hybrid": (
+        Tiny(layers=4, arch={**LINEAR, "layer_types": ["LinearAttention", "FullAttention"] * 2}, seed=32),
+        Conversion((1, 3), "all", 6, 5, 2, 20),
+        0.7,
+    ),
+    "hybrid, gemma, gated, all trained": (
+        Tiny(
+            layers=3,
+            gate="interleaved",
+            arch={
+                **LINEAR,
+                "layer_types": ["LinearAttention", "FullAttention", "LinearAttention"],
+                "norm_style": "gemma",
+            },
+            seed=33,
+        ),
+        dataclasses.replace(O1, polish_only=True),
+        0.7,
+    ),
     "seal behind the last row": (Tiny(seed=20), Conversion((0, 1, 2), "all", 6, 5, 2, SEQ), 0.7),
 }
 
@@ -74,22 +134,8 @@ def ids_and_targets(model: Tiny) -> tuple[Tensor, Tensor]:
 
 def oracle_options(model: Tiny, setting: Conversion) -> transformer.Options:
     """From the header itself, not from the plan under test."""
-    arch = model.header()["arch"]
-    return transformer.Options(
-        H=model.H,
-        G=model.G,
-        D=model.D,
-        layers=model.layers,
-        eps=arch["rms_norm_eps"],
-        plus_one=arch.get("norm_style") == "gemma",
-        theta=arch.get("rope_theta", 10000.0),
-        rotary_dim=max(2, int(model.D * arch.get("partial_rotary_factor", 1.0))),
-        converted=setting.layers,
-        m=setting.m,
-        w=setting.w,
-        sink=setting.sink,
-        seal=setting.seal,
-    )
+    kernel = {"m": setting.m, "w": setting.w, "sink": setting.sink, "seal": setting.seal}
+    return transformer.Options(model.header()["arch"], setting.converted, **kernel)
 
 
 def compare(model: Tiny, setting: Conversion, kl_weight: float) -> dict[str, float]:
@@ -114,6 +160,29 @@ def compare(model: Tiny, setting: Conversion, kl_weight: float) -> dict[str, flo
 def test_gradients_are_those_of_autograd(model: Tiny, setting: Conversion, kl_weight: float) -> None:
     errors = compare(model, setting, kl_weight)
     assert {name: error for name, error in errors.items() if not error < 1e-8} == {}
+
+
+@pytest.mark.parametrize("setting", [O1, dataclasses.replace(O1, polish_only=True)], ids=["O(1)", "polish only"])
+def test_a_separate_teacher_uses_its_own_norm_and_head(setting: Conversion) -> None:
+    model, other = Tiny(tied=False, seed=40), Tiny(tied=False, F=20, seed=41)
+    replica = moved(new_replica(in_f64(model.weights()), setting, in_f64(other.weights())))
+    ids, targets = ids_and_targets(model)
+    loss = loss_and_gradient(replica, ids, targets, 0.6)
+    tensors, teacher = (
+        {name: torch.from_numpy(array).double() for name, array in m.arrays().items()} for m in (model, other)
+    )
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in replica.masters.named.items()}
+    options = oracle_options(model, setting)
+    rows = transformer.hidden({**tensors, **leaves}, options, ids, student=True)
+    theirs = transformer.hidden(teacher, oracle_options(other, setting), ids, student=False)
+    ce = options.loss(rows, tensors, targets.flatten()).mean()
+    kl = loss_oracle.kl(rows, theirs, tensors["lm_head.weight"], teacher["lm_head.weight"]).mean()
+    (0.4 * ce + 0.6 * kl).backward()
+    assert loss.ce == pytest.approx(ce.item(), rel=1e-10)
+    assert loss.kl == pytest.approx(kl.item(), rel=1e-10)
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None
+        assert worst_error(replica.gradient.named[name], leaf.grad) < 1e-8
 
 
 @pytest.mark.parametrize("wrong", [{"w": 6}, {"sink": 1}, {"seal": 21}, {"seal": 33}, {"layers": (0, 1)}])
@@ -200,7 +269,7 @@ def test_perplexity_does_not_depend_on_how_windows_are_batched(batch: int) -> No
     )
     rows = torch.from_numpy(np.stack([ids[o : o + SEQ + 1] for o in offsets]))
     hidden = transformer.hidden(tensors, oracle_options(model, O1), rows[:, :-1], student=True)
-    nll = ce(hidden, tensors["model.embed_tokens.weight"], rows[:, 1:].flatten())
+    nll = oracle_options(model, O1).loss(hidden, tensors, rows[:, 1:].flatten())
     assert together == pytest.approx(nll.mean().exp().item(), rel=1e-9)
 
 

@@ -1,84 +1,143 @@
-"""The whole model and its loss by torch.autograd, straight from tensors by their names in the file, in their dtype."""
+"""The whole model and its loss by torch.autograd: tensors by their names in the file, `arch` as the format has it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.oracles import attention, loss
+from tests.oracles import attention, delta_net, loss
 from tests.oracles.norms import rmsnorm
-from tests.oracles.rope import rope
+from tests.oracles.sigmoid_gate import sigmoid_gate
 from tests.oracles.swiglu import swiglu
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the tensors alone don't say. `m`, `w`, `sink`, `seal`: the O(1) kernel of the `converted` layers."""
+    """`arch` of the header. `m`, `w`, `sink`, `seal`: the O(1) kernel of the `converted` layers."""
 
-    H: int
-    G: int
-    D: int
-    eps: float
-    plus_one: bool
-    theta: float
-    rotary_dim: int
-    layers: int
+    arch: Mapping[str, Any]
     converted: tuple[int, ...]
     m: int
     w: int
     sink: int
     seal: int
 
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rmsnorm(x, weight, self.arch["rms_norm_eps"], self.arch.get("norm_style") == "gemma")
+
+    def loss(self, rows: Tensor, tensors: Mapping[str, Tensor], targets: Tensor) -> Tensor:
+        """Cross-entropy of each row."""
+        return loss.ce(rows, self.head(tensors), targets, self.arch.get("final_logit_softcapping"))
+
+    def kl(self, rows: Tensor, teacher: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        """KL(teacher || student) of each row."""
+        cap = self.arch.get("final_logit_softcapping")
+        return loss.kl(rows, teacher, self.head(tensors), None, cap, cap)
+
+    def head(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])[: self.arch["vocab_size"]]
+
 
 def hidden(tensors: Mapping[str, Tensor], options: Options, ids: Tensor, *, student: bool) -> Tensor:
-    """Normalised hidden rows [B * T, C] of ids [B, T]: exact attention, or the O(1) kernel in converted layers."""
-    x = tensors["model.embed_tokens.weight"][ids]
-    for i in range(options.layers):
-        own = {name.removeprefix(f"model.layers.{i}."): t for name, t in tensors.items()}
-        x = layer(x, own, options, converted=student and i in options.converted)
-    return rmsnorm(x, tensors["model.norm.weight"], options.eps, options.plus_one).flatten(0, 1)
+    """What the head multiplies, [B * T, C], for ids [B, T]: exact attention, or the O(1) kernel in converted layers."""
+    arch = options.arch
+    x = tensors["model.embed_tokens.weight"][ids] * arch.get("embed_multiplier", 1.0)
+    for loop in range(arch.get("num_loops", 1)):
+        if loop and arch.get("loop_final_norm", False):
+            x = options.norm(x, tensors["model.norm.weight"])
+        for i in range(arch["num_layers"]):
+            own = {name.removeprefix(f"model.layers.{i}."): t for name, t in tensors.items()}
+            x = layer(x, own, options, i, converted=student and i in options.converted)
+    return (options.norm(x, tensors["model.norm.weight"]) * arch.get("logit_multiplier", 1.0)).flatten(0, 1)
 
 
-def layer(x: Tensor, own: Mapping[str, Tensor], options: Options, *, converted: bool) -> Tensor:
+def layer(x: Tensor, own: Mapping[str, Tensor], options: Options, index: int, *, converted: bool) -> Tensor:
     """One layer over x [B, T, C]."""
-    B, T, _ = x.shape
-    H, G, D = options.H, options.G, options.D
+    n1 = options.norm(x, own["input_layernorm.weight"])
+    kind = options.arch["layer_types"][index]
+    mixed = linear_attention(n1, own, options) if kind == "LinearAttention" else None
+    h1 = x + (softmax_attention(n1, own, options, index, converted) if mixed is None else mixed)
+    n2 = options.norm(h1, own["post_attention_layernorm.weight"])
+    act = swiglu(n2 @ own["mlp.gate_proj.weight"].T, n2 @ own["mlp.up_proj.weight"].T)
+    return h1 + act @ own["mlp.down_proj.weight"].T
 
-    def norm(rows: Tensor, name: str) -> Tensor:
-        return rmsnorm(rows, own[name], options.eps, options.plus_one)
+
+def softmax_attention(n1: Tensor, own: Mapping[str, Tensor], options: Options, index: int, converted: bool) -> Tensor:
+    arch = options.arch
+    B, T, _ = n1.shape
+    H = arch.get("attention_heads_per_layer", [arch["num_attention_heads"]] * arch["num_layers"])[index]
+    G, D = arch["num_kv_heads"], arch["head_dim"]
 
     def product(rows: Tensor, name: str) -> Tensor:
         y = rows @ own[f"self_attn.{name}_proj.weight"].T
         return y + own[f"self_attn.{name}_proj.bias"] if f"self_attn.{name}_proj.bias" in own else y
 
-    n1 = norm(x, "input_layernorm.weight")
-    q, k, v = (product(n1, name).view(B, T, -1, D) for name in "qkv")
+    q, k, v = product(n1, "q").view(B, T, H, -1), product(n1, "k").view(B, T, G, D), product(n1, "v").view(B, T, G, D)
+    gate = None
+    if q.shape[3] == 2 * D:
+        q, gate = q[..., :D], q[..., D:]
+    elif "self_attn.g_proj.weight" in own:
+        gate = product(n1, "g").view(B, T, H, -1)
     if "self_attn.q_norm.weight" in own:
-        q = norm(q, "self_attn.q_norm.weight")
+        q = options.norm(q, own["self_attn.q_norm.weight"])
     if "self_attn.k_norm.weight" in own:
-        k = norm(k, "self_attn.k_norm.weight")
-    q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
-    q, k = (rope(heads, options.rotary_dim, options.theta) for heads in (q, k))
-    out = attend(q.unflatten(1, (G, H // G)), k, v, options, converted)
-    h1 = x + product(out.permute(0, 3, 1, 2, 4).reshape(B, T, H * D), "o")
-    n2 = norm(h1, "post_attention_layernorm.weight")
-    act = swiglu(n2 @ own["mlp.gate_proj.weight"].T, n2 @ own["mlp.up_proj.weight"].T)
-    return h1 + act @ own["mlp.down_proj.weight"].T
+        k = options.norm(k, own["self_attn.k_norm.weight"])
+    sliding = arch["layer_types"][index] == "SlidingAttention"
+    q, k, v = turn(q.transpose(1, 2), arch, sliding), turn(k.transpose(1, 2), arch, sliding), v.transpose(1, 2)
+    out = attend(q.unflatten(1, (G, H // G)), k, v, options, converted, arch["sliding_window"] if sliding else None)
+    out = out.permute(0, 3, 1, 2, 4).reshape(B, T, H, D)
+    return product((out if gate is None else sigmoid_gate(out, gate)).reshape(B, T, H * D), "o")
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, converted: bool) -> Tensor:
-    scale = attention.default_scale(options.D)
+def turn(x: Tensor, arch: Mapping[str, Any], sliding: bool) -> Tensor:
+    """Rotary positions of x [B, heads, T, D], half-split pairs."""
+    factor, theta = arch.get("partial_rotary_factor", 1.0), arch.get("rope_theta", 10000.0)
+    if sliding:
+        factor = arch.get("local_partial_rotary_factor", factor)
+        theta = arch.get("rope_local_base_freq", theta)
+    half = max(2, int(x.shape[-1] * factor)) // 2
+    frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    if "rope_freq_factors" in arch and not (sliding and "rope_local_base_freq" in arch):
+        frequency = frequency / torch.tensor(arch["rope_freq_factors"], dtype=torch.float64)
+    angle = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * frequency
+    pairs = torch.complex(x[..., :half].contiguous(), x[..., half : 2 * half].contiguous())
+    turned = pairs * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), -1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, converted: bool, window: int | None) -> Tensor:
+    scale = options.arch.get("query_pre_attn_scalar", q.shape[-1]) ** -0.5
     seal, w, sink = options.seal, options.w, options.sink
     if not converted or seal <= w + sink + 8 or seal >= q.shape[-2]:
-        return attention.causal_attention(q, k, v, scale)
+        return attention.causal_attention(q, k, v, scale, window, options.arch.get("attn_logit_softcapping"))
     m = min(max(seal // 8, 4), options.m)
     with torch.no_grad():
         Qt, Kt = attention.segment_means(q, seal, m), attention.segment_means(k, seal, m)
         M = attention.landmark_inverse(Qt, Kt[:, :, None], scale)
     return attention.o1_attention(q, k, v, M, seal=seal, window=w, sink=sink, scale=scale).out
+
+
+def linear_attention(n1: Tensor, own: Mapping[str, Tensor], options: Options) -> Tensor:
+    arch = options.arch
+    streams = [n1 @ own[f"linear_attn.in_proj_{name}.weight"].T for name in ("qkv", "z", "a", "b")]
+    G = arch["linear_num_key_heads"]
+    mixed = delta_net.gated_delta_net(
+        *streams,
+        conv=own["linear_attn.conv1d.weight"].flatten(1),
+        A_log=own["linear_attn.A_log"],
+        dt_bias=own["linear_attn.dt_bias"],
+        norm=own["linear_attn.norm.weight"],
+        eps=arch["rms_norm_eps"],
+        G=G,
+        R=arch["linear_num_value_heads"] // G,
+        Dk=arch["linear_key_head_dim"],
+        Dv=arch["linear_value_head_dim"],
+    )
+    return mixed @ own["linear_attn.out_proj.weight"].T
 
 
 def loss_and_gradients(
@@ -91,11 +150,10 @@ def loss_and_gradients(
 ) -> tuple[float, float, dict[str, Tensor]]:
     """(ce, kl, gradient of every trained tensor). `tensors` are the teacher; with `trained` put in, the student."""
     leaves = {name: t.detach().clone().requires_grad_() for name, t in trained.items()}
-    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
     with torch.no_grad():
         teacher = hidden(tensors, options, ids, student=False)
     rows = hidden({**tensors, **leaves}, options, ids, student=True)
-    ce = loss.ce(rows, head, targets.flatten()).mean()
-    kl = loss.kl(rows, teacher, head).mean()
+    ce = options.loss(rows, tensors, targets.flatten()).mean()
+    kl = options.kl(rows, teacher, tensors).mean()
     ((1 - kl_weight) * ce + kl_weight * kl).backward()
     return ce.item(), kl.item(), {name: leaf.grad for name, leaf in leaves.items()}
