@@ -17,7 +17,8 @@ from cortiq_fcd.model.conversion import (
     parse_layers,
     resolve_conversion,
 )
-from tests.fixtures import Tiny
+from cortiq_fcd.model.plan import ModelPlan
+from tests.fixtures import LINEAR, Tiny
 
 PLAN = Tiny(layers=4).plan()
 NOTHING: dict[str, Any] = {"layers": None, "m": None, "w": None, "sink": None, "prefill": None, "seq": 512}
@@ -184,3 +185,48 @@ def test_the_record_is_what_a_runtime_reads() -> None:
     assert resolved().record() == {"layers": "all", "m": 32, "w": 128, "sink": 4}
     assert resolved(layers="2,0").record() == {"layers": [0, 2], "m": 32, "w": 128, "sink": 4}
     assert resolved({"o1_attn": resolved(HINT).record()}) == resolved(HINT)
+
+
+HYBRID = Tiny(
+    layers=4, arch={**LINEAR, "layer_types": ["LinearAttention", "FullAttention", "LinearAttention", "FullAttention"]}
+).plan()
+SLIDING = Tiny(layers=2, arch={"layer_types": ["SlidingAttention"] * 2, "sliding_window": 9}).plan()
+CAPPED = Tiny(layers=2, arch={"attn_logit_softcapping": 50.0}).plan()
+
+
+def resolved_for(plan: ModelPlan, **flags: Any) -> tuple[Conversion, list[str]]:
+    return resolve_conversion(plan, None, **{**NOTHING, "w": 16, "m": 8, **flags})
+
+
+def test_all_means_the_layers_that_can_be_converted() -> None:
+    found, told = resolved_for(HYBRID)
+    assert (found.layers, found.converted, found.spec, told) == ((1, 3), (1, 3), "all", [])
+
+
+def test_deep_counts_all_layers_and_then_drops_with_a_warning() -> None:
+    found, told = resolved_for(HYBRID, layers="deep3")
+    assert (found.layers, found.spec) == ((1, 3), "deep3")
+    assert len(told) == 1
+    assert "2" in told[0]
+    assert resolved_for(HYBRID, layers="deep1") == (Conversion((3,), "deep1", 8, 16, 4, 256), [])
+
+
+def test_a_listed_layer_that_can_not_be_converted_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="layer 2"):
+        resolved_for(HYBRID, layers="1,2")
+
+
+@pytest.mark.parametrize("plan", [SLIDING, CAPPED], ids=["sliding", "capped"])
+@pytest.mark.parametrize("layers", ["all", "deep2", "1"])
+def test_a_set_that_leaves_nothing_is_an_error(plan: ModelPlan, layers: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved_for(plan, layers=layers)
+    assert caught.value.exit_code == 2
+
+
+def test_a_polish_alone_trains_any_layer_and_needs_no_long_windows() -> None:
+    for plan, layers in ((HYBRID, (0, 1, 2, 3)), (SLIDING, (0, 1)), (CAPPED, (0, 1))):
+        found, told = resolved_for(plan, polish_only=True, seq=2)
+        assert (found.layers, found.converted, told) == (layers, (), [])
+    with pytest.raises(ConfigError):
+        resolved_for(HYBRID, polish_only=True, layers="4")

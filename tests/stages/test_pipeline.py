@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -396,6 +396,42 @@ def test_ids_instead_of_text(done: Done, folder: Path) -> None:
     polished_by(folder, corpus_train=folder / "train.npy", corpus_val=folder / "val.npy")
     name = "model.layers.1.mlp.down_proj.weight"
     assert payloads(folder / "out.cmf")[name] == payloads(done.folder / "out.cmf")[name]
+
+
+def test_a_polish_alone_leaves_the_files_own_setting(folder: Path) -> None:
+    """Attention stays exact on both sides: nothing is converted, so nothing is said about it."""
+    report = polished_by(folder, train_polish_only=True, train_seq=20, o1_layers="all")
+    assert (report.outcome, report.recipe.polish_only) == ("polished", True)
+    header = cmf_reader.read(folder / "out.cmf")[0]
+    assert header["provenance"]["o1_attn"] == UNKNOWN["provenance"]["o1_attn"]
+    assert report.losses[0].kl == pytest.approx(0, abs=1e-6)
+    write_arrays(folder / "in.cmf", MODEL.header(), MODEL.arrays(), tokenizer=tiny_tokenizer(), force=True)
+    polished_by(folder, train_polish_only=True, output_force=True)
+    assert "o1_attn" not in cmf_reader.read(folder / "out.cmf")[0]["provenance"]
+
+
+def test_a_separate_teacher(folder: Path) -> None:
+    teacher = replace(MODEL, F=20, seed=6).write(folder / "teacher.cmf", tokenizer=tiny_tokenizer())
+    report = polished_by(folder, train_teacher=teacher)
+    assert report.recipe.teacher == str(teacher)
+    assert report.losses[0].kl > 0.05
+    assert report.ppl.teacher != pytest.approx(polished_by(folder, output_force=True).ppl.teacher, rel=1e-3)
+
+
+@pytest.mark.parametrize("change", [{"C": 20}, {"layers": 3}, {"V": 30}])
+def test_a_teacher_that_does_not_fit(change: dict[str, int], folder: Path) -> None:
+    teacher = replace(MODEL, **change).write(folder / "teacher.cmf", tokenizer=tiny_tokenizer())
+    with pytest.raises(CortiqError) as caught:
+        polished_by(folder, train_teacher=teacher)
+    assert caught.value.exit_code in (2, 4)
+    assert not (folder / "out.cmf").exists()
+
+
+def test_a_teacher_with_another_tokenizer(folder: Path) -> None:
+    teacher = MODEL.write(folder / "teacher.cmf", tokenizer=tiny_tokenizer().replace(b'"a":2', b'"A":2'))
+    with pytest.raises(CortiqError, match="tokenizer"):
+        polished_by(folder, train_teacher=teacher)
+    assert not (folder / "out.cmf").exists()
 
 
 # Divergence
