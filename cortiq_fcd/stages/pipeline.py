@@ -46,8 +46,9 @@ def run(source: Path, out: Path, config: PolishConfig, listener: Listener = igno
     progress = _Progress(listener)
     report_path = config.output.report or out.with_name(out.name + ".report.json")
     with open_model(source) as model:
-        check_output_path(model.paths, out, config.output.force)
-        check_output_path([*model.paths, out], report_path, True)
+        inputs = [*model.paths, *filter(None, (config.train.teacher, config.corpus.train, config.corpus.val))]
+        check_output_path(inputs, out, config.output.force)
+        check_output_path([*inputs, out], report_path, True)
         plan = plan_model(model)
         conversion = _conversion(config, plan, model, progress)
         _check_disk(config, plan, conversion, model, out)

@@ -496,9 +496,21 @@ def test_out_may_not_be_the_input(folder: Path, link: Callable[[Path, Path], Non
     assert out.read_bytes() == (folder / "in.cmf").read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["in.cmf", "out.cmf"])
-def test_the_report_may_not_replace_the_input_or_out(folder: Path, name: str) -> None:
-    refusal(folder, ConfigError, 2, output_report=folder / name)
+@pytest.mark.parametrize("name", ["in.cmf", "out.cmf", "teacher.cmf", "train.txt", "val.txt"])
+def test_the_report_may_not_replace_an_input_or_out(folder: Path, name: str) -> None:
+    teacher = MODEL.write(folder / "teacher.cmf", tokenizer=tiny_tokenizer())
+    refusal(folder, ConfigError, 2, output_report=folder / name, train_teacher=teacher)
+
+
+@pytest.mark.parametrize("name", ["teacher.cmf", "train.txt", "val.txt"])
+def test_out_may_not_replace_another_input(folder: Path, name: str) -> None:
+    """Not even with --force."""
+    teacher = MODEL.write(folder / "teacher.cmf", tokenizer=tiny_tokenizer())
+    before = (folder / name).read_bytes()
+    config = settings(folder, output_force=True, train_teacher=teacher)
+    with pytest.raises(ConfigError):
+        pipeline.run(folder / "in.cmf", folder / name, config)
+    assert (folder / name).read_bytes() == before
 
 
 def test_a_report_of_an_earlier_run_is_replaced(folder: Path) -> None:
