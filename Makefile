@@ -18,6 +18,7 @@ lint: $(VENV)/installed
 	$(VENV)/bin/lint-imports
 
 bench: $(VENV)/installed
+	$(VENV)/bin/python benchmarks/bench_step.py --seq 256 --batch 8
 	$(VENV)/bin/python benchmarks/bench_kernels.py
 
 schemas: $(VENV)/installed
