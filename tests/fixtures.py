@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import tokenizers
 import torch
@@ -23,6 +24,9 @@ from cortiq_fcd.model.replica import Replica, new_replica
 from cortiq_fcd.model.weights import FrozenWeights, load_weights
 
 torch.set_num_threads(1)
+# The same examples in every run, and no limit on the time of one: the machine may be busy.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 
 GOLDEN = Path(__file__).resolve().parents[1].parent / "shared" / "golden"
 NO_GOLDEN = f"no reference data at {GOLDEN}"

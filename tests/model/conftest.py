@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import tests.fixtures  # noqa: F401  (one thread, repeatable examples)
+
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
