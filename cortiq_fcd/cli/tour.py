@@ -41,8 +41,8 @@ pieces in generated text: 0 is none, 1 is nothing else. {verdict}
 
 VERDICTS = {
     "chosen": "The gate passed the checkpoint that was written.",
-    "rejected": "The gate rejected every checkpoint, because their text repeats itself more than it allows. So what was "
-    "written is the conversion as it was, and {folder}/{polished} holds the weights of {folder}/{model}.",
+    "rejected": "The gate rejected every checkpoint, because their text repeats itself more than it allows. So what "
+    "was written is the conversion as it was, and {folder}/{polished} holds the weights of {folder}/{model}.",
     "nothing better": "No checkpoint beat the conversion as it was, so {folder}/{polished} holds the weights of "
     "{folder}/{model}.",
     "skipped": "The gate did not run, so perplexity alone chose.",

@@ -69,6 +69,8 @@ def _gate(report: Report) -> str:
 def _loops(baseline: list[float], chosen: GateEval, threshold: float) -> str:
     scores = chosen.scores or []
     before, after = max(baseline, default=0.0), max(scores, default=0.0)
+    if after <= threshold < before:
+        return f"generated text no longer loops (worst loop score {before:.2f} -> {after:.2f}, limit {threshold:.2f})"
     if any(now > was for was, now in zip(baseline, scores, strict=False)):
         worst = f"worst loop score {after:.2f}, was {before:.2f}, limit {threshold:.2f}"
         return f"the gate passed, though some prompts loop more than before ({worst})"

@@ -73,6 +73,12 @@ def test_sentence_says_when_prompts_loop_more() -> None:
     assert "some prompts loop more than before (worst loop score 0.30, was 0.30, limit 0.35)" in text
 
 
+def test_sentence_says_when_looping_was_cured() -> None:
+    cured = PASSED_GATE.model_copy(update={"baseline": [0.77, 0.3, 0.26]})
+    text = sentence(sample_report(gate=cured))
+    assert text.endswith("; generated text no longer loops (worst loop score 0.77 -> 0.20, limit 0.35).")
+
+
 def test_sentence_says_when_the_served_model_got_worse() -> None:
     served = Triple(teacher=30.1, start=41.2, final=43.0)
     report = sample_report(ppl=PplInfo(final_windows=Triple(teacher=30.2, start=40.9, final=37.0), served=served))
