@@ -145,7 +145,7 @@ def test_out_that_is_in(run: Run, model: Path, ids: list[str], tmp_path: Path) -
 def test_require_pass(run: Run, model: Path, ids: list[str], tmp_path: Path) -> None:
     ran = run("polish", model, tmp_path / "out.cmf", *SMALL, *ids, "--require-pass", "--progress", "none")
     assert ran.code == 10
-    assert "error: no checkpoint passed the generation gate" in ran.err
+    assert "--require-pass" in ran.err.split("error: ")[1]
     assert not list(tmp_path.glob("out*"))
 
 
@@ -183,7 +183,7 @@ def test_polish_of_a_damaged_file(run: Run, model: Path, ids: list[str], tmp_pat
     damaged = bytearray(model.read_bytes())
     damaged[-5] ^= 1
     (tmp_path / "bad.cmf").write_bytes(damaged)
-    ran = run("polish", tmp_path / "bad.cmf", tmp_path / "out.cmf", *SMALL, *ids, "--progress", "none")
+    ran = run("polish", tmp_path / "bad.cmf", tmp_path / "out.cmf", *SMALL, *ids, "-q")
     assert is_expected_error(ran, 3)
     assert not list(tmp_path.glob("out*"))
 
