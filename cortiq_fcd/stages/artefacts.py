@@ -26,11 +26,13 @@ Judge = Callable[[Replica], Judgement]
 
 @dataclass(frozen=True)
 class Gate:
-    """How checkpoints are judged, and the verdict over step 0, the conversion as it is: every score's baseline."""
+    """How checkpoints are judged, the verdict over step 0 (the conversion as it is: every score's baseline), and how
+    the teacher scores on the same prompts.
+    """
 
     judge: Judge
     start: Judgement
-    seconds: float
+    teacher_scores: tuple[float, ...]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from cortiq_fcd.io.writer import WrittenFile, write_model
 from cortiq_fcd.model.conversion import Conversion
 from cortiq_fcd.model.plan import ModelPlan
 from cortiq_fcd.stages import report as records
-from cortiq_fcd.stages.artefacts import Comparison, Evaluation, Stored, Trained
+from cortiq_fcd.stages.artefacts import Comparison, Evaluation, Gate, Stored, Trained
 from cortiq_fcd.stages.config import PolishConfig
 
 GATE_PROFILE = "standard"
@@ -31,6 +31,7 @@ class Story:
     corpus: Corpus
     trained: Trained
     comparison: Comparison
+    gate: Gate | None
     gate_skipped: str
     trainable_params: int
     tool: records.ToolInfo
@@ -190,6 +191,7 @@ def _gate(story: Story) -> records.GateInfo:
         threshold=config.threshold,
         slack=config.slack,
         baseline=story.baseline,
+        teacher=list(story.gate.teacher_scores) if story.gate else None,
         evals=[_gate_eval(e) for e in story.trained.evaluations] if story.gate_ran else [],
         chosen=story.chosen,
     )

@@ -146,7 +146,8 @@ def test_texts_come_from_the_served_kernel_and_end_at_eos(monkeypatch: pytest.Mo
     assert judged is not None
     assert judged.start.scores == (1 - 1 / 57, 0.0, 0.0)
     assert not judged.start.passed  # a baseline over the threshold does not pass either
-    assert calls == [(400, 60, network.weights.plan.eos_ids, True, True)]
+    eos = network.weights.plan.eos_ids
+    assert calls == [(400, 60, eos, True, True), (400, 60, eos, False, False)]  # the baseline, then the teacher
 
 
 def test_a_skipped_gate_is_no_gate(network: Replica) -> None:

@@ -345,7 +345,7 @@ def test_a_gate_that_can_not_run_is_skipped_with_its_reason(folder: Path) -> Non
 def test_a_skipped_gate_under_require_pass(folder: Path) -> None:
     (folder / "val.txt").write_text(tiny_text(500, seed=2), encoding="utf-8")
     error = refusal(folder, NothingPassedError, 10, gate_require_pass=True)
-    assert "500 tokens" in error.hint
+    assert "500 tokens" in error.message
 
 
 def test_no_gate_is_no_reason_to_warn(folder: Path) -> None:

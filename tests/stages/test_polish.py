@@ -56,7 +56,7 @@ def simulated(
         pairs = zip(scores[step], scores[0], strict=True)
         return Judgement(scores[step], all(s <= THRESHOLD and s <= base + SLACK for s, base in pairs))
 
-    gate = None if scores is None else Gate(lambda candidate: verdict(now[0]), verdict(0), 0.0)
+    gate = None if scores is None else Gate(lambda candidate: verdict(now[0]), verdict(0), ())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(polish, "train_step", train_step)
         patch.setattr(polish, "window_perplexity", lambda *args, student: ppls[now[0]] if student else 1.5)

@@ -14,7 +14,7 @@ from cortiq_fcd.io.reader import open_model
 from cortiq_fcd.io.writer import WrittenFile
 from cortiq_fcd.model.conversion import Conversion
 from cortiq_fcd.stages import provenance
-from cortiq_fcd.stages.artefacts import Comparison, Evaluation, Figures, Judgement, Step, Stored, Trained
+from cortiq_fcd.stages.artefacts import Comparison, Evaluation, Figures, Gate, Judgement, Step, Stored, Trained
 from cortiq_fcd.stages.config import GateConfig, PolishConfig, TrainConfig
 from cortiq_fcd.stages.report import MemoryInfo, Report, ToolInfo
 from tests.fixtures import Tiny
@@ -47,6 +47,7 @@ STORY = provenance.Story(
     comparison=Comparison(
         Figures(21.0, 31.0, 0.0, 41.0), Figures(22.0, 32.0, 0.5, 42.0), Figures(23.0, 33.0, 0.25, 43.0)
     ),
+    gate=Gate(lambda replica: Judgement((), True), Judgement((0.0, 0.1, 0.2), True), (0.3, 0.0, 0.4)),
     gate_skipped="",
     trainable_params=77,
     tool=ToolInfo(name="t", version="1", torch="2", python="3", device="cpu", precision="f32", threads=1),
@@ -55,6 +56,7 @@ STORY = provenance.Story(
 IDENTITY = replace(STORY, trained=replace(TRAINED, best_step=0, best_ppl=14.0, passed=False))
 SKIPPED = replace(
     STORY,
+    gate=None,
     gate_skipped="too short",
     trained=replace(TRAINED, evaluations=tuple(replace(e, judgement=None) for e in TRAINED.evaluations)),
 )

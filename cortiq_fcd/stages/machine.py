@@ -1,0 +1,65 @@
+"""The machine that a polish runs on: device, threads, memory, versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib.metadata import version
+
+import torch
+
+from cortiq_fcd.errors import ConfigError
+from cortiq_fcd.stages.config import ComputeConfig
+from cortiq_fcd.stages.report import MemoryInfo, ToolInfo
+
+
+def choose_device(config: ComputeConfig) -> torch.device:
+    """The device to run on, with the thread count set. Raises ConfigError for one that is not there."""
+    torch.set_num_threads(config.threads or _usable_cpus())
+    wanted = config.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise ConfigError(f"--device {wanted!r} is not a device", hint="use auto, cpu, cuda or cuda:0") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"--device {wanted}: the landmark inverse needs 64-bit floats, which this kind of device lacks",
+            hint="use --device cpu",
+        )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"--device {wanted}: torch finds {torch.cuda.device_count()} CUDA devices", hint="use --device cpu"
+        )
+    return device
+
+
+def _usable_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def tool_info(device: torch.device) -> ToolInfo:
+    """What wrote the file, and what it ran on."""
+    return ToolInfo(
+        name="cortiq-fcd",
+        version=version("cortiq-fcd"),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        device=str(device),
+        precision="f32",
+        threads=torch.get_num_threads(),
+    )
+
+
+def memory_info(device: torch.device) -> MemoryInfo:
+    """Peak memory of this process so far."""
+    peak = None
+    if sys.platform != "win32":
+        import resource
+
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak = used if sys.platform == "darwin" else used * 1024
+    on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return MemoryInfo(peak_rss_bytes=peak, peak_device_bytes=on_device)

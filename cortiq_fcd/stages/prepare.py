@@ -1,0 +1,100 @@
+"""Everything that can be known, and refused, before any work is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cortiq_fcd.errors import NothingPassedError
+from cortiq_fcd.io.corpus import Corpus, check_lengths, load_corpus
+from cortiq_fcd.io.reader import CmfModel, open_model
+from cortiq_fcd.io.writer import check_free_space, check_output_path, expected_bytes
+from cortiq_fcd.model.conversion import Conversion, resolve_conversion
+from cortiq_fcd.model.plan import ModelPlan, plan_model
+from cortiq_fcd.stages import evaluate, gate, store
+from cortiq_fcd.stages.config import PolishConfig
+from cortiq_fcd.stages.progress import Progress
+from cortiq_fcd.stages.teacher import check_teacher
+
+
+@dataclass(frozen=True)
+class Job:
+    """A polish that can begin."""
+
+    plan: ModelPlan
+    teacher_plan: ModelPlan | None  # of a separate teacher file
+    conversion: Conversion
+    corpus: Corpus
+    prompts: gate.Prompts
+    windows: evaluate.Windows
+    report_path: Path
+
+
+def prepare(model: CmfModel, out: Path, config: PolishConfig, progress: Progress) -> Job:
+    """Check paths, model, layers, teacher, disk, text and gate. Raises CortiqError; nothing has been written then."""
+    report_path = config.output.report or out.with_name(out.name + ".report.json")
+    inputs = [*model.paths, *filter(None, (config.train.teacher, config.corpus.train, config.corpus.val))]
+    check_output_path(inputs, out, config.output.force)
+    check_output_path([*inputs, out], report_path, True)
+    plan = plan_model(model)
+    conversion = _conversion(config, plan, model, progress)
+    teacher_plan = _teacher_plan(config, plan, model, progress)
+    _check_disk(config, plan, conversion, model, out)
+    corpus = _corpus(config, model, progress)
+    prompts = gate.select_prompts(config.gate, corpus.val, conversion)
+    if prompts.skipped and config.gate.require_pass:
+        raise NothingPassedError(
+            f"--require-pass was given, and the generation gate can't run: {prompts.skipped}. Nothing was written",
+            hint="give a longer --val-corpus, or leave out --require-pass",
+        )
+    if prompts.skipped and config.gate.enabled:
+        progress.warn(f"the generation gate was skipped: {prompts.skipped}")
+    windows = evaluate.select_windows(config.train, corpus.val, prompts.offsets, gate.PROMPT_TOKENS)
+    return Job(plan, teacher_plan, conversion, corpus, prompts, windows, report_path)
+
+
+def _conversion(config: PolishConfig, plan: ModelPlan, model: CmfModel, progress: Progress) -> Conversion:
+    o1 = config.o1
+    conversion, notes = resolve_conversion(
+        plan,
+        model.header.get("provenance"),
+        layers=o1.layers,
+        m=o1.m,
+        w=o1.w,
+        sink=o1.sink,
+        prefill=o1.prefill,
+        seq=config.train.seq,
+        polish_only=config.train.polish_only,
+    )
+    progress.warn(*notes)
+    return conversion
+
+
+def _teacher_plan(config: PolishConfig, plan: ModelPlan, model: CmfModel, progress: Progress) -> ModelPlan | None:
+    """The plan of a separate teacher file, if one was given and can teach this model."""
+    path = config.train.teacher
+    if path is None:
+        return None
+    with open_model(path) as teacher:
+        teacher_plan = plan_model(teacher)
+        progress.warn(*check_teacher(teacher, teacher_plan, model, plan))
+    return teacher_plan
+
+
+def _check_disk(config: PolishConfig, plan: ModelPlan, conversion: Conversion, model: CmfModel, out: Path) -> None:
+    """ResourceError if OUT would not fit where it goes."""
+    names = [name for i in conversion.layers for name in plan.layers[i].trainable]
+    dtypes = {name: store.stored_dtype(config.output, plan.shapes[name]) for name in names}
+    check_free_space(out, expected_bytes(model, header=model.header, replace=dtypes))
+
+
+def _corpus(config: PolishConfig, model: CmfModel, progress: Progress) -> Corpus:
+    corpus = load_corpus(
+        train=config.corpus.train,
+        val=config.corpus.val,
+        max_train_bytes=config.corpus.max_train_bytes,
+        max_val_bytes=config.corpus.max_val_bytes,
+        model=model,
+    )
+    progress.warn(*corpus.notes, *check_lengths(corpus, config.train.seq, config.train.batch))
+    return corpus
