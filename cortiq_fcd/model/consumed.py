@@ -27,6 +27,8 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "head_clusters": ([], {}),
 }
 
+LARGEST_SIZE = 2**32 - 1
+
 
 class Shaped(Protocol):
     """Something with a shape."""
@@ -46,17 +48,17 @@ class Keys:
     def take(self, key: str, kind: type, default: Any = None) -> Any:
         """The value of a key, which must be of the JSON type `kind`; required unless there is a default."""
         value = self._left.pop(key, default)
-        if kind is float and type(value) is int:
-            value = float(value)
+        if kind is float:
+            value = _as_float(value)
         if value is None or type(value) is not kind:
             raise UnsupportedModelError(f"{self._path}.{key}", f"expected {kind.__name__}, got {value!r}")
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A positive whole number."""
+        """A positive whole number that the format could have as a tensor's size."""
         value: int = self.take(key, int, default)
-        if value < 1:
-            raise UnsupportedModelError(f"{self._path}.{key}", f"expected a positive size, got {value}")
+        if not 1 <= value <= LARGEST_SIZE:
+            raise UnsupportedModelError(f"{self._path}.{key}", f"expected a positive size, got {str(value)[:80]}")
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:
@@ -72,11 +74,11 @@ class Keys:
 
     def numbers(self, key: str) -> tuple[float, ...]:
         """A list of positive, finite numbers; empty when absent."""
-        values = self.take(key, list, [])
+        values = [_as_float(value) for value in self.take(key, list, [])]
         for value in values:
-            if type(value) not in (int, float) or not (math.isfinite(value) and value > 0):
+            if type(value) is not float or not (math.isfinite(value) and value > 0):
                 raise UnsupportedModelError(f"{self._path}.{key}", f"expected positive numbers, got {value!r}")
-        return tuple(float(value) for value in values)
+        return tuple(values)
 
     def finish(self) -> None:
         """Refuse the first key that nobody took, unless it says nothing."""
@@ -93,6 +95,16 @@ class Keys:
                 raise UnsupportedModelError(
                     f"{self._path}.{key}", f"only {neutral[0]!r} is supported, got {str(value)[:80]}"
                 )
+
+
+def _as_float(value: Any) -> Any:
+    """A whole number as a float, infinite if it is too large for one; anything else as it is."""
+    if type(value) is not int:
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 class Tensors:

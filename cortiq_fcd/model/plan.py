@@ -17,6 +17,9 @@ from cortiq_fcd.model.consumed import Keys, Shaped, Tensors
 from cortiq_fcd.model.rotary import RotaryPlan, plan_rotary
 
 STANDALONE_SKILL_BIT = 1 << 6
+# Far beyond any model: a header alone must not cost memory (angles are planned before shapes are compared).
+MOST_HEAD_DIM = 1 << 16
+MOST_LOOPS = 1 << 10
 
 
 class TensorSource(Protocol):
@@ -179,7 +182,7 @@ def plan_model(source: TensorSource) -> ModelPlan:
         embed_multiplier=arch.positive("embed_multiplier", 1.0),
         logit_multiplier=arch.positive("logit_multiplier", 1.0),
         logit_softcap=arch.positive("final_logit_softcapping") if arch.has("final_logit_softcapping") else None,
-        num_loops=arch.size("num_loops", 1),
+        num_loops=_num_loops(arch),
         loop_norm=arch.take("loop_final_norm", bool, False),
         eos_ids=_eos_ids(source.header),
         shapes=tensors.used,
@@ -192,6 +195,13 @@ def plan_model(source: TensorSource) -> ModelPlan:
 def _head(tensors: Tensors, vocab: int, hidden: int) -> str:
     rows = max(vocab, (tensors.shape("lm_head.weight") or (vocab,))[0])
     return tensors.take("lm_head.weight", rows, hidden)
+
+
+def _num_loops(arch: Keys) -> int:
+    loops = arch.size("num_loops", 1)
+    if loops > MOST_LOOPS:
+        raise UnsupportedModelError("arch.num_loops", f"expected at most {MOST_LOOPS}, got {loops}")
+    return loops
 
 
 def _plan_layers(arch: Keys, tensors: Tensors, hidden: int) -> tuple[LayerPlan, ...]:
@@ -231,6 +241,8 @@ class _MixerPlanner:
         self._heads = self._heads_per_layer(arch, len(kinds))
         self._kv_heads = arch.size("num_kv_heads", self._kv_default)
         self._head_dim = arch.size("head_dim", max(1, hidden // self._kv_default))
+        if self._head_dim > MOST_HEAD_DIM:
+            raise UnsupportedModelError("arch.head_dim", f"expected at most {MOST_HEAD_DIM}, got {self._head_dim}")
         self._scale = arch.positive("query_pre_attn_scalar", float(self._head_dim)) ** -0.5
         self._softcap = arch.positive("attn_logit_softcapping") if arch.has("attn_logit_softcapping") else None
         self._window = arch.size("sliding_window") if "SlidingAttention" in kinds else None

@@ -35,13 +35,18 @@ def plan_rotary(arch: Keys, head_dim: int, *, sliding: bool) -> tuple[RotaryPlan
     divisors = arch.numbers("rope_freq_factors")
     if divisors and len(divisors) != half:
         raise UnsupportedModelError("arch.rope_freq_factors", f"expected {half} numbers, got {len(divisors)}")
-    base = _frequencies(theta, half)
+    base = _frequencies(theta, half, "arch.rope_theta")
     full = RotaryPlan(tuple(f / d for f, d in zip(base, divisors or (1.0,) * half, strict=True)))
+    if not all(map(math.isfinite, full.frequencies)):
+        raise UnsupportedModelError("arch.rope_freq_factors", "angles are not finite with these factors")
     yarn = arch.take("yarn", dict, {})
     if yarn:
         if divisors:
             raise UnsupportedModelError("arch.yarn", "can't be combined with rope_freq_factors")
-        full = _yarn(Keys(yarn, "arch.yarn"), theta, base)
+        try:
+            full = _yarn(Keys(yarn, "arch.yarn"), theta, base)
+        except (ArithmeticError, ValueError):
+            raise UnsupportedModelError("arch.yarn", "no finite angles come out of these numbers") from None
     if not sliding:
         return full, full
     if not arch.has("rope_local_base_freq") and not arch.has("local_partial_rotary_factor"):
@@ -49,11 +54,11 @@ def plan_rotary(arch: Keys, head_dim: int, *, sliding: bool) -> tuple[RotaryPlan
     local_theta = arch.positive("rope_local_base_freq", theta)
     local_factor = arch.take("local_partial_rotary_factor", float, factor)
     local_dim = _rotary_dim(head_dim, local_factor, "arch.local_partial_rotary_factor")
-    return full, RotaryPlan(_frequencies(local_theta, local_dim // 2))
+    return full, RotaryPlan(_frequencies(local_theta, local_dim // 2, "arch.rope_local_base_freq"))
 
 
 def _rotary_dim(head_dim: int, factor: float, key: str) -> int:
-    rotary = max(2, math.floor(head_dim * factor)) if math.isfinite(factor) else 0
+    rotary = max(2, math.floor(head_dim * factor)) if math.isfinite(head_dim * factor) else 0
     if factor <= 0 or rotary % 2 or not 2 <= rotary <= head_dim:
         raise UnsupportedModelError(
             key,
@@ -62,8 +67,11 @@ def _rotary_dim(head_dim: int, factor: float, key: str) -> int:
     return rotary
 
 
-def _frequencies(theta: float, half: int) -> tuple[float, ...]:
-    return tuple(float(theta ** (-i / half)) for i in range(half))
+def _frequencies(theta: float, half: int, key: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(theta ** (-i / half)) for i in range(half))
+    except OverflowError:
+        raise UnsupportedModelError(key, f"angles are not finite with {theta!r}") from None
 
 
 def _yarn(keys: Keys, theta: float, base: tuple[float, ...]) -> RotaryPlan:
@@ -71,11 +79,12 @@ def _yarn(keys: Keys, theta: float, base: tuple[float, ...]) -> RotaryPlan:
         if keys.take(key, str, "yarn") != "yarn":
             raise UnsupportedModelError(f"arch.yarn.{key}", "only 'yarn' is supported")
     factor = keys.positive("factor")
-    original = keys.size("original_max_position_embeddings")
+    original = keys.positive("original_max_position_embeddings")
     fast, slow = keys.positive("beta_fast", 32.0), keys.positive("beta_slow", 1.0)
     magnitude = _yarn_magnitude(keys, factor)
     truncate = keys.take("truncate", bool, True)
-    keys.take("rope_theta", float, theta)
+    if keys.take("rope_theta", float, theta) != theta:
+        raise UnsupportedModelError("arch.yarn.rope_theta", f"expected {theta!r}, as arch.rope_theta says")
     keys.finish()
 
     half = len(base)
