@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -103,10 +104,31 @@ def turn(x: Tensor, arch: Mapping[str, Any], sliding: bool) -> Tensor:
     frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
     if "rope_freq_factors" in arch and not (sliding and "rope_local_base_freq" in arch):
         frequency = frequency / torch.tensor(arch["rope_freq_factors"], dtype=torch.float64)
+    magnitude = 1.0
+    if "yarn" in arch and not (sliding and ("rope_local_base_freq" in arch or "local_partial_rotary_factor" in arch)):
+        frequency, magnitude = yarn(frequency, theta, arch["yarn"])
     angle = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * frequency
     pairs = torch.complex(x[..., :half].contiguous(), x[..., half : 2 * half].contiguous())
-    turned = pairs * torch.polar(torch.ones_like(angle), angle)
+    turned = pairs * torch.polar(torch.full_like(angle, magnitude), angle)
     return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), -1)
+
+
+def yarn(frequency: Tensor, theta: float, setting: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Frequencies between unscaled (fast) and divided (slow), and what q and k are multiplied by."""
+    turns = setting["original_max_position_embeddings"] * frequency / (2 * torch.pi)
+    index = torch.arange(len(frequency), dtype=torch.float64)
+
+    def place(count: float) -> Tensor:
+        """Where, between pairs, a frequency makes so many turns: log turns falls evenly with the index."""
+        return (turns[0].log() - torch.tensor(count, dtype=torch.float64).log()) * len(frequency) / math.log(theta)
+
+    low, high = place(setting.get("beta_fast", 32.0)), place(setting.get("beta_slow", 1.0))
+    if setting.get("truncate", True):
+        low, high = low.floor(), high.ceil()
+    low, high = low.clamp(min=0), high.clamp(max=2 * len(frequency) - 1)
+    scaled = ((index - low) / (high - low).clamp(min=0.001)).clamp(0, 1)
+    magnitude = setting.get("attention_factor", 0.1 * math.log(setting["factor"]) + 1)
+    return frequency * (1 - scaled) + frequency / setting["factor"] * scaled, magnitude
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, converted: bool, window: int | None) -> Tensor:
