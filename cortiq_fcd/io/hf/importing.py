@@ -1,0 +1,68 @@
+"""A HuggingFace directory as the plan of a CMF file: header, tensors in the order of execution, tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cortiq_fcd.io import layout, writer
+from cortiq_fcd.io.hf.directory import HfDirectory
+from cortiq_fcd.io.hf.families import describe, record
+from cortiq_fcd.io.hf.names import Placed, place
+from cortiq_fcd.io.hf.quantization import Chosen, choose
+from cortiq_fcd.io.hf.safetensors import Weights
+from cortiq_fcd.io.layout import DType
+
+RECORDED = "huggingface"  # key of provenance
+
+
+@dataclass(frozen=True)
+class Import:
+    """What will be written. It has the shape that a model's plan is made from (`header`, `tensors`,
+    `required_features`), so that a model that can't be run is refused before anything is written.
+    """
+
+    header: dict[str, Any]
+    tensors: Mapping[str, Placed]
+    dtypes: Mapping[str, Chosen]
+    vocab: bytes | None
+    notes: tuple[str, ...]
+    required_features: int = layout.FEATURE_DIRECTORY
+
+    def write(self, out: Path, *, force: bool) -> writer.WrittenFile:
+        """Write it, one tensor in memory at a time; errors as `writer.create_model`, and those of `Placed.read`."""
+        return writer.create_model(out, header=self.header, tensors=self._payloads(), vocab=self.vocab, force=force)
+
+    def _payloads(self) -> Iterator[tuple[str, DType, tuple[int, ...], Callable[[], Weights]]]:
+        for name, tensor in self.tensors.items():
+            yield name, self.dtypes[name].dtype, tensor.shape, tensor.read
+
+
+def plan_import(directory: HfDirectory, quant: DType, o1: Mapping[str, Any] | None = None) -> Import:
+    """Plan the file; `o1` is its provenance.o1_attn. UnsupportedModelError names what can't be converted."""
+    described = describe(directory.config)
+    placement = place(described, directory.tensors)
+    tensors = {tensor.name: tensor for tensor in placement.tensors}
+    dtypes = {name: choose(tensor, quant) for name, tensor in tensors.items()}
+    rope = record(described.rope)
+    provenance = {**({"o1_attn": dict(o1)} if o1 else {}), **({RECORDED: rope} if rope else {})}
+    header: dict[str, Any] = {
+        "format": "cmf",
+        "version": layout.VERSION,
+        "arch": {**described.arch, "tie_word_embeddings": placement.tied},
+        "quant_type": quant.label,
+        **({"provenance": provenance} if provenance else {}),
+        "tokenizer_config": dict(directory.text),
+    }
+    notes = (*described.notes, *placement.notes, *_notes(directory, dtypes))
+    return Import(header, tensors, dtypes, directory.tokenizer, notes)
+
+
+def _notes(directory: HfDirectory, dtypes: Mapping[str, Chosen]) -> Iterator[str]:
+    if directory.tokenizer is None:
+        yield f"{directory.path} has no tokenizer.json: the file will have no tokenizer"
+    for name, chosen in dtypes.items():
+        if chosen.instead_of is not None:
+            yield f"{name} is {chosen.dtype.label} instead of {chosen.instead_of.label}: {chosen.why}"
