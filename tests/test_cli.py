@@ -438,7 +438,9 @@ def test_sigterm_ends_a_polish(model: Path, ids: list[str], tmp_path: Path) -> N
     process.send_signal(signal.SIGTERM)
     rest = process.stderr.read()
     assert process.wait(60) == 143
-    assert "error: interrupted" in rest
+    assert "error: interrupted; the state after step " in rest
+    assert f"hint: to go on: cortiq-fcd polish {model}" in rest
+    assert rest.rstrip().endswith("--resume")
     assert "Traceback" not in rest
-    assert not list(tmp_path.glob("*out*"))
+    assert [path.name for path in tmp_path.glob("*out*")] == ["out.cmf.partial"]
     process.stderr.close()

@@ -72,9 +72,10 @@ def polish(
     settings = resolve(flags, config)
     _must_exist(source)
     from cortiq_fcd.stages import pipeline
+    from cortiq_fcd.stages.interrupt import Interruption
 
-    with listener:
-        report = pipeline.run(source, out, settings, listener)
+    with listener, Interruption().handling() as interruption:
+        report = pipeline.run(source, out, settings, listener, interruption)
     if json:
         sys.stdout.write(report.to_json())
 

@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 import errno
+import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 import typer
 
 from cortiq_fcd.errors import ConfigError, CortiqError, ResourceError
+from cortiq_fcd.stages.interrupt import Interrupted
 
 # typer's own click may be a private copy: its base classes are reached through a class that typer exports.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -44,6 +48,8 @@ def run(arguments: Sequence[str]) -> int:
         return say(error)
     except _UsageError as error:
         return _usage(error, arguments)
+    except Interrupted as stopped:
+        return _interrupted(stopped, arguments)
     except (KeyboardInterrupt, typer.Abort):
         result = INTERRUPTED
     except Terminated:
@@ -59,6 +65,27 @@ def run(arguments: Sequence[str]) -> int:
             "error: interrupted\nhint: the input file is never changed, and an output file appears only whole\n"
         )
     return code
+
+
+def program() -> str:
+    """How this program was called, if that can be pasted into a shell."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "cortiq-fcd" and shutil.which("cortiq-fcd") is None else "cortiq-fcd"
+
+
+def _interrupted(stopped: Interrupted, arguments: Sequence[str]) -> int:
+    """Say what was kept and how to go on; the exit code."""
+    saved = (
+        "nothing was saved yet" if stopped.saved_step is None else f"the state after step {stopped.saved_step} is saved"
+    )
+    sys.stderr.write(f"error: interrupted; {saved}\n")
+    if stopped.saved_step is None:
+        sys.stderr.write("hint: the input file is never changed, and an output file appears only whole\n")
+    else:
+        again = [argument for argument in arguments if argument not in ("--restart", "--resume")]
+        resume = ["--resume"] if arguments[0] == "polish" else []
+        sys.stderr.write(f"hint: to go on: {shlex.join([program(), *again, *resume])}\n")
+    return TERMINATED if stopped.signal == signal.SIGTERM else INTERRUPTED
 
 
 def say(error: CortiqError) -> int:

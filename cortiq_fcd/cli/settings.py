@@ -124,6 +124,22 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("output.force", "--force", bool, "", OUTPUT, "replace an existing OUT; default: off"),
     Setting("output.report", "--report", str, "FILE", OUTPUT, "where the JSON report goes; default: OUT.report.json"),
+    Setting(
+        "output.resume",
+        "--resume/--restart",
+        bool,
+        "",
+        OUTPUT,
+        "go on from OUT.partial, or start over; default: resume when a matching checkpoint exists",
+    ),
+    Setting(
+        "output.checkpoint_minutes",
+        "--checkpoint-minutes",
+        float,
+        "X",
+        OUTPUT,
+        "most minutes between checkpoints, every validation saves one too; default: 10.0",
+    ),
 )
 FLAG_OF = {setting.field: setting.flag for setting in SETTINGS}
 

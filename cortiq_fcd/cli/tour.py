@@ -11,10 +11,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from cortiq_fcd.cli.exits import program
 from cortiq_fcd.cli.settings import Flags, resolve
 from cortiq_fcd.display.guard import Guarded
 from cortiq_fcd.display.report_view import perplexity_table, show_report
 from cortiq_fcd.errors import ConfigError
+from cortiq_fcd.stages.interrupt import Interruption
 from cortiq_fcd.stages.report import Report
 from cortiq_fcd.stages.sentence import sentence
 
@@ -72,7 +74,7 @@ NewListener = Callable[[], Guarded]
 def run_tour(folder: Path, new_listener: NewListener) -> None:
     """Copy the model, polish it, show and explain the report; if the gate rejected everything, show what it was."""
     console = Console(file=sys.stdout, highlight=False)
-    names = {"command": _command(), "folder": str(folder), "model": MODEL, "settings": SETTINGS}
+    names = {"command": program(), "folder": str(folder), "model": MODEL, "settings": SETTINGS}
     names |= {"polished": POLISHED, "ungated": UNGATED}
     _copy_demo(folder)
     _say(console, INTRODUCTION, names)
@@ -94,8 +96,8 @@ def _polish(folder: Path, out: str, flags: Flags, new_listener: NewListener) -> 
     settings = resolve({**flags, "output.force": True}, folder / SETTINGS)
     from cortiq_fcd.stages import pipeline  # imports torch: not before it is needed
 
-    with new_listener() as listener:
-        return pipeline.run(folder / MODEL, folder / out, settings, listener)
+    with new_listener() as listener, Interruption().handling() as interruption:
+        return pipeline.run(folder / MODEL, folder / out, settings, listener, interruption)
 
 
 def verdict_of(report: Report) -> str:
@@ -116,12 +118,6 @@ def _copy_demo(folder: Path) -> None:
             if target.exists() and target.read_bytes() != built_in.read_bytes():
                 raise ConfigError(f"{target} is there and is not the demo's", hint="choose another folder: demo DIR")
             shutil.copyfile(built_in, target)
-
-
-def _command() -> str:
-    """How this program was called, if that can be pasted into a shell."""
-    called = Path(sys.argv[0])
-    return str(called) if called.name == "cortiq-fcd" and shutil.which("cortiq-fcd") is None else "cortiq-fcd"
 
 
 def _say(console: Console, text: str, names: dict[str, str]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
+from torch import Tensor
 
 from cortiq_fcd.io.layout import DType
 from cortiq_fcd.model.replica import Replica
@@ -39,7 +40,7 @@ class Gate:
 class Step:
     """One optimizer step; ce and kl are means over its positions, unweighted, in nats.
 
-    `skipped`: the gradient was not finite, nothing was changed.
+    `skipped`: gradient or loss were not usable (`why` says how), nothing was changed.
     """
 
     step: int
@@ -49,6 +50,7 @@ class Step:
     seconds: float
     offsets: tuple[int, ...]
     skipped: bool = False
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,53 @@ class Comparison:
     teacher: Figures
     start: Figures
     final: Figures
+
+
+@dataclass(frozen=True)
+class Before:
+    """Everything that was measured before the first step. `gate` null: checkpoints are not judged."""
+
+    gate: Judgement | None
+    teacher_scores: tuple[float, ...]
+    teacher: Figures
+    start: Figures
+
+
+@dataclass(frozen=True)
+class TrainingRecord:
+    """Where the polish loop stands after `step` steps, but for its tensors.
+
+    `generator` is the state of the window sampler, `updates` the steps that the optimizer has counted.
+    """
+
+    step: int
+    generator: int
+    updates: int
+    teacher_ppl: float
+    best: Evaluation | None
+    evaluations: tuple[Evaluation, ...]
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """All that the polish loop needs to go on: flat masters and moments [P], and the best state (null: step 0's)."""
+
+    record: TrainingRecord
+    masters: Tensor
+    first: Tensor
+    second: Tensor
+    best: Tensor | None
+
+
+class Keeper(Protocol):
+    """Saves the polish loop's state."""
+
+    def wants(self, *, evaluated: bool) -> bool:
+        """Whether the state should be saved now, behind a step (`evaluated`: behind a validation)."""
+
+    def keep(self, state: TrainingState) -> None:
+        """Copy the state before returning, and save it. Raises Interrupted when the run was asked to stop."""
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,15 @@ class OutputConfig(_Config):
     save_dtype: SaveDtype = Field(default="f32", description="dtype of the trained tensors in OUT")
     force: bool = Field(default=False, description="replace an existing OUT")
     report: Path | None = Field(default=None, description="where the JSON report goes; default OUT.report.json")
+    resume: bool | None = Field(
+        default=None, description="true: a checkpoint must be there; false: start over; default: resume if one matches"
+    )
+    checkpoint_minutes: float = Field(
+        default=10.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="most minutes between checkpoints; each validation saves too",
+    )
 
 
 class PolishConfig(_Config):

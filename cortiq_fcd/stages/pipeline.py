@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -11,72 +12,105 @@ import torch
 from cortiq_fcd.errors import DivergedError, NothingPassedError
 from cortiq_fcd.events import DoneEvent, Listener, ignore
 from cortiq_fcd.io.reader import CmfModel, open_model
+from cortiq_fcd.io.writer import WrittenFile
 from cortiq_fcd.model.replica import Replica
 from cortiq_fcd.stages import dequantize, evaluate, gate, polish, provenance, replica, store
-from cortiq_fcd.stages.artefacts import Comparison, Figures, Gate, Stored, Trained
+from cortiq_fcd.stages.artefacts import Before, Comparison, Figures, Gate, Judgement, Stored, Trained
+from cortiq_fcd.stages.checkpoint import Checkpoint
 from cortiq_fcd.stages.config import PolishConfig
+from cortiq_fcd.stages.identity import check_unchanged
+from cortiq_fcd.stages.interrupt import Interruption
+from cortiq_fcd.stages.keeper import CheckpointKeeper
 from cortiq_fcd.stages.machine import choose_device, memory_info, tool_info
-from cortiq_fcd.stages.prepare import Job, prepare
+from cortiq_fcd.stages.prepare import Job, is_own, prepare
 from cortiq_fcd.stages.progress import Progress
 from cortiq_fcd.stages.report import Report
+from cortiq_fcd.stages.resume import find_checkpoint
 from cortiq_fcd.stages.sentence import is_worse, sentence
 
-_DIVERGED = f"training diverged: {polish.MAX_SKIPPED_IN_A_ROW} steps in a row had no finite gradient"
+_DIVERGED = f"training diverged: {polish.MAX_SKIPPED_IN_A_ROW} steps in a row could not be used"
 _CALMER = "try a smaller --lr"
 
 
-def run(source: Path, out: Path, config: PolishConfig, listener: Listener = ignore) -> Report:
+def run(
+    source: Path,
+    out: Path,
+    config: PolishConfig,
+    listener: Listener = ignore,
+    interruption: Interruption | None = None,
+) -> Report:
     """Polish `source` into `out`; returns the report, which is also written beside `out`.
 
+    A run that ends early leaves its checkpoints in `out`.partial and goes on from there the next time. `interruption`:
+    what has been asked for by signals, if the caller handles them.
+
     Raises CortiqError (see `cortiq_fcd.errors`) with `out` as it was, except for a run that diverged after it had found
-    something better than the conversion: that is written first.
+    something better than the conversion: that is written first. Raises Interrupted when asked to stop.
     """
     progress = Progress(listener)
+    interruption = interruption or Interruption()
     device = choose_device(config.compute)
     with open_model(source) as model:
-        job = prepare(model, out, config, progress)
-        network = _load(job, model, config, device, progress)
-        with progress.stage("gate", job.prompts.skipped and f"skipped: {job.prompts.skipped}"):
-            judged = gate.run(config.gate, job.prompts, network)
-        with progress.stage("evaluate", "before training"):
-            teacher = evaluate.run(config.train, network, job.windows, student=False)
-            start = evaluate.run(config.train, network, job.windows, student=True)
-        trained = _train(job, network, judged, config, progress)
-        with progress.stage("evaluate", "after training"):
-            # What is measured is what will be stored; untrained weights were measured before.
-            stored = store.run(config.output, network) if trained.best_step else Stored({})
-            final = evaluate.run(config.train, network, job.windows, student=True) if trained.best_step else start
-        progress.warn(*stored.notes)
-        story = provenance.Story(
-            config=config,
-            plan=job.plan,
-            conversion=job.conversion,
-            corpus=job.corpus,
-            trained=trained,
-            comparison=Comparison(teacher, start, final),
-            gate=judged,
-            gate_skipped=job.prompts.skipped,
-            trainable_params=network.masters.flat.numel(),
-            tool=tool_info(device),
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        )
-        with progress.stage("provenance", str(out)):
-            written = provenance.run(story, model, out, stored)
-        if trained.diverged:
-            progress.warn("training diverged: the last steps had no finite gradient")
-        progress.warn(*_unmeasured(final))
-        memory = memory_info(device)
-        report = provenance.build_report(story, model, out, written, progress.timing, memory, progress.notes)
-        if is_worse(report):
-            progress.warn("the written weights are worse than the conversion on the positions that count")
-            report = report.model_copy(update={"warnings": progress.notes})
-        provenance.write_report(report, job.report_path)
+        job = prepare(model, out, config, device, progress)
+        with job.checkpoints.at_work():
+            report, diverged = _polish(job, model, out, config, device, interruption, progress)
     listener(DoneEvent(outcome=report.outcome, output=str(out), report=str(job.report_path), sentence=sentence(report)))
-    if trained.diverged:
+    if diverged:
         raise DivergedError(
             f"{_DIVERGED}. The best state so far (step {report.best_step}) was written to {out}", hint=_CALMER
         )
     return report
+
+
+def _polish(
+    job: Job,
+    model: CmfModel,
+    out: Path,
+    config: PolishConfig,
+    device: torch.device,
+    interruption: Interruption,
+    progress: Progress,
+) -> tuple[Report, bool]:
+    """From the weights to the written files: the report, and whether the run diverged."""
+    checkpoint = find_checkpoint(job.checkpoints, config.output, progress)
+    interruption.saved_step = job.checkpoints.saved_step
+    network = _load(job, model, config, device, progress)
+    before = checkpoint.before if checkpoint else _measure_before(job, network, config, progress)
+    judged = _gate(before, job, config)
+    trained = _train(job, network, before, judged, checkpoint, config, interruption, progress)
+    del checkpoint
+    with progress.stage("evaluate", "after training"):
+        # What is measured is what will be stored; untrained weights were measured before.
+        stored = store.run(config.output, network) if trained.best_step else Stored({})
+        final = evaluate.run(config.train, network, job.windows, student=True) if trained.best_step else before.start
+    progress.warn(*stored.notes)
+    story = provenance.Story(
+        config=config,
+        plan=job.plan,
+        conversion=job.conversion,
+        corpus=job.corpus,
+        trained=trained,
+        comparison=Comparison(before.teacher, before.start, final),
+        gate=judged,
+        gate_skipped=job.prompts.skipped,
+        trainable_params=network.masters.flat.numel(),
+        tool=tool_info(device),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+    with progress.stage("provenance", str(out)):
+        written = _write(story, job, model, out, stored)
+    if trained.diverged:
+        progress.warn("training diverged: the last steps could not be used")
+    progress.warn(*_unmeasured(final))
+    memory = memory_info(device)
+    report = provenance.build_report(story, model, out, written, progress.timing, memory, progress.notes)
+    if is_worse(report):
+        progress.warn("the written weights are worse than the conversion on the positions that count")
+        report = report.model_copy(update={"warnings": progress.notes})
+    provenance.write_report(report, job.report_path)
+    if not trained.diverged:
+        progress.warn(*job.checkpoints.clear())
+    return report, trained.diverged
 
 
 def _load(job: Job, model: CmfModel, config: PolishConfig, device: torch.device, progress: Progress) -> Replica:
@@ -92,9 +126,45 @@ def _load(job: Job, model: CmfModel, config: PolishConfig, device: torch.device,
         return replica.run(conversion, weights, teacher)
 
 
-def _train(job: Job, network: Replica, judged: Gate | None, config: PolishConfig, progress: Progress) -> Trained:
+def _measure_before(job: Job, network: Replica, config: PolishConfig, progress: Progress) -> Before:
+    """The gate's baseline, and the figures of the teacher and of the conversion as it is."""
+    with progress.stage("gate", job.prompts.skipped and f"skipped: {job.prompts.skipped}"):
+        judged = gate.run(config.gate, job.prompts, network)
+    with progress.stage("evaluate", "before training"):
+        teacher = evaluate.run(config.train, network, job.windows, student=False)
+        start = evaluate.run(config.train, network, job.windows, student=True)
+    scores = judged.teacher_scores if judged else ()
+    return Before(judged.start if judged else None, scores, teacher, start)
+
+
+def _gate(before: Before, job: Job, config: PolishConfig) -> Gate | None:
+    """The gate against a baseline that is known."""
+    start = before.gate
+    if start is None:
+        return None
+
+    def judge(candidate: Replica) -> Judgement:
+        scores = gate.loop_scores(job.prompts, candidate)
+        return Judgement(scores, gate.passes(config.gate, scores, start.scores))
+
+    return Gate(judge, start, before.teacher_scores)
+
+
+def _train(
+    job: Job,
+    network: Replica,
+    before: Before,
+    judged: Gate | None,
+    checkpoint: Checkpoint | None,
+    config: PolishConfig,
+    interruption: Interruption,
+    progress: Progress,
+) -> Trained:
     """The training loop; the network's masters end as the chosen state. Raises where nothing may be written."""
-    with progress.stage("polish", f"{config.train.steps} steps"):
+    minutes = config.output.checkpoint_minutes
+    keeper = CheckpointKeeper(job.checkpoints, before, minutes, interruption, progress.warn)
+    went_on = f"after step {checkpoint.state.record.step} of " if checkpoint else ""
+    with progress.stage("polish", f"{went_on}{config.train.steps} steps"), interruption.patience():
         trained = polish.run(
             config.train,
             network,
@@ -103,17 +173,32 @@ def _train(job: Job, network: Replica, judged: Gate | None, config: PolishConfig
             judged,
             progress.pass_on,
             judge_every_checkpoint=config.gate.every_checkpoint,
+            keeper=keeper,
+            resumed=checkpoint.state if checkpoint else None,
         )
+        keeper.finish()
     progress.move("polish", "gate", trained.gate_seconds)
     if config.gate.require_pass and not trained.passed:
         raise NothingPassedError(
-            "no checkpoint passed the generation gate, and --require-pass was given: nothing was written"
+            "no checkpoint passed the generation gate, and --require-pass was given: nothing was written",
+            hint="without --require-pass the same command writes the identity; it goes on from the last checkpoint",
         )
     if trained.diverged and not trained.best_step:
         raise DivergedError(
             f"{_DIVERGED}. Nothing had beaten the conversion by then: nothing was written", hint=_CALMER
         )
     return trained
+
+
+def _write(story: provenance.Story, job: Job, model: CmfModel, out: Path, stored: Stored) -> WrittenFile:
+    """OUT, from a source that is still what it was."""
+    check_unchanged(model, job.stamp)
+    if is_own(out, job.checkpoints):
+        # A process of this run was killed between OUT and its report: the same bytes are written again.
+        output = story.config.output.model_copy(update={"force": True})
+        story = replace(story, config=story.config.model_copy(update={"output": output}))
+    job.checkpoints.announce(provenance.record(story, model).model_dump(mode="json", by_alias=True))
+    return provenance.run(story, model, out, stored)
 
 
 def _unmeasured(final: Figures) -> list[str]:

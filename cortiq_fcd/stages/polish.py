@@ -11,18 +11,31 @@ import math
 import time
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from cortiq_fcd.events import EvalEvent, GateEvent, Listener, StepEvent, WarningEvent
+from cortiq_fcd.kernels.ce_kl import Loss
 from cortiq_fcd.model.adamw import Moments, adamw_step, gradient_norm, new_moments
 from cortiq_fcd.model.perplexity import window_perplexity
 from cortiq_fcd.model.replica import Replica, loss_and_gradient, reset_masters
 from cortiq_fcd.model.windows import QUICK_ROUNDS, Ids, SplitMix64, training_offsets, windows
-from cortiq_fcd.stages.artefacts import Evaluation, Gate, Judgement, Step, Trained
+from cortiq_fcd.stages.artefacts import (
+    Evaluation,
+    Gate,
+    Judgement,
+    Keeper,
+    Step,
+    Trained,
+    TrainingRecord,
+    TrainingState,
+)
 from cortiq_fcd.stages.config import TrainConfig
 
-# So many steps in a row without a finite gradient end the run.
+# So many unusable steps in a row end the run.
 MAX_SKIPPED_IN_A_ROW = 5
+# Nats. A gradient of exactly 0 at a larger loss did not vanish because nothing is left to learn: something overflowed.
+VANISHED_ABOVE = 1e-3
 
 
 def run(
@@ -34,37 +47,58 @@ def run(
     listener: Listener,
     *,
     judge_every_checkpoint: bool = False,
+    keeper: Keeper | None = None,
+    resumed: TrainingState | None = None,
 ) -> Trained:
-    """Train the replica's masters; they end as the best state. `gate` null: perplexity alone chooses."""
+    """Train the replica's masters; they end as the best state. `gate` null: perplexity alone chooses.
+
+    `resumed`: go on from there, as if there had been no break. What the keeper raises comes through.
+    """
     loop = _Loop(config, replica, val, gate, listener, judge_every_checkpoint)
-    loop.evaluate(0)
     generator = SplitMix64(config.seed)
-    moments = new_moments(replica.masters.flat)
-    skipped_in_a_row = 0
-    for number in range(1, config.steps + 1):
+    if resumed is None:
+        moments = new_moments(replica.masters.flat)
+        loop.evaluate(0)
+    else:
+        moments = loop.resume(resumed)
+        generator.state = resumed.record.generator
+    for number in range(len(loop.steps) + 1, config.steps + 1):
         offsets = training_offsets(generator, len(train), config.seq, config.batch)
-        step = train_step(config, replica, moments, train, offsets, number)
-        loop.record(step)
-        skipped_in_a_row = skipped_in_a_row + 1 if step.skipped else 0
-        if skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+        loop.record(train_step(config, replica, moments, train, offsets, number))
+        if loop.diverged:
             break
-        if number == config.steps or (config.eval_every and number % config.eval_every == 0):
+        evaluated = number == config.steps or (config.eval_every > 0 and number % config.eval_every == 0)
+        if evaluated:
             loop.evaluate(number)
-    return loop.finish(diverged=skipped_in_a_row == MAX_SKIPPED_IN_A_ROW)
+        if keeper is not None and keeper.wants(evaluated=evaluated):
+            keeper.keep(loop.state(generator, moments))
+    return loop.finish()
 
 
 def train_step(
     config: TrainConfig, replica: Replica, moments: Moments, train: Ids, offsets: list[int], number: int
 ) -> Step:
-    """One step over the windows at `offsets`. Without a finite gradient the masters and moments stay untouched."""
+    """One step over the windows at `offsets`. An unusable gradient or loss leaves masters and moments untouched."""
     began = time.perf_counter()
     ids, targets = windows(train, offsets, config.seq, replica.weights.embed.device)
     loss = loss_and_gradient(replica, ids, targets, config.kl)
     norm = gradient_norm(replica.gradient.flat)
-    skipped = not math.isfinite(norm)
-    if not skipped:
+    why = _flaw(config, loss, norm)
+    if not why:
         adamw_step(replica.masters.flat, replica.gradient.flat, moments, config.lr, norm)
-    return Step(number, loss.ce, loss.kl, norm, time.perf_counter() - began, tuple(offsets), skipped)
+    return Step(number, loss.ce, loss.kl, norm, time.perf_counter() - began, tuple(offsets), bool(why), why)
+
+
+def _flaw(config: TrainConfig, loss: Loss, norm: float) -> str:
+    """Why a step can't be used; empty if it can."""
+    if not math.isfinite(norm):
+        return "the gradient is not finite"
+    total = config.kl * loss.kl + (1 - config.kl) * loss.ce
+    if not math.isfinite(total):
+        return "the loss is not finite"
+    if norm == 0 and total > VANISHED_ABOVE:
+        return f"the gradient is exactly 0 at a loss of {total:.3g} nats"
+    return ""
 
 
 @dataclass
@@ -87,7 +121,7 @@ class _Loop:
     def record(self, step: Step) -> None:
         self.steps.append(step)
         if step.skipped:
-            self.listener(WarningEvent(message=f"step {step.step}: the gradient is not finite, the step was skipped"))
+            self._warn_skipped(step)
             return
         self.listener(
             StepEvent(
@@ -106,12 +140,15 @@ class _Loop:
         perplexity = self._perplexity(student=True)
         if step == 0:
             self.teacher_ppl = self._perplexity(student=False)
-        can_win = perplexity < (self.best.ppl if self.best else math.inf)
+        if not math.isfinite(perplexity):
+            self.listener(WarningEvent(message=f"step {step}: the validation perplexity is not finite"))
+        can_win = perplexity < (self.best.ppl if self.best else math.inf) and self._can_be_written()
         judgement = self._judge(step) if can_win or step == 0 or self.judge_every_checkpoint else None
         evaluation = Evaluation(step, perplexity, judgement)
         self.evaluations.append(evaluation)
         if can_win and (self.gate is None or (judgement is not None and judgement.passed)):
             self.best = evaluation
+            self.best_state = None  # frees the old one before the new one is made
             self.best_state = self.replica.masters.flat.clone() if step else None
         self.listener(
             EvalEvent(
@@ -124,7 +161,38 @@ class _Loop:
             )
         )
 
-    def finish(self, *, diverged: bool) -> Trained:
+    @property
+    def diverged(self) -> bool:
+        """Whether the last steps could not be used."""
+        last = self.steps[-MAX_SKIPPED_IN_A_ROW:]
+        return len(last) == MAX_SKIPPED_IN_A_ROW and all(step.skipped for step in last)
+
+    def state(self, generator: SplitMix64, moments: Moments) -> TrainingState:
+        """The present state; its tensors are the ones at work, not copies."""
+        record = TrainingRecord(
+            step=len(self.steps),
+            generator=generator.state,
+            updates=moments.steps,
+            teacher_ppl=self.teacher_ppl,
+            best=self.best,
+            evaluations=tuple(self.evaluations),
+            steps=tuple(self.steps),
+        )
+        return TrainingState(record, self.replica.masters.flat, moments.first, moments.second, self.best_state)
+
+    def resume(self, state: TrainingState) -> Moments:
+        """Take over a saved state; its moments. Warnings are given again: they belong to this run's report."""
+        record, flat = state.record, self.replica.masters.flat
+        self.teacher_ppl, self.best = record.teacher_ppl, record.best
+        self.steps, self.evaluations = list(record.steps), list(record.evaluations)
+        self.best_state = None if state.best is None else state.best.to(flat.device)
+        flat.copy_(state.masters)
+        for step in self.steps:
+            if step.skipped:
+                self._warn_skipped(step)
+        return Moments(state.first.to(flat.device), state.second.to(flat.device), record.updates)
+
+    def finish(self) -> Trained:
         """Put the best state into the masters."""
         start = self.evaluations[0]
         best = self.best or start
@@ -139,9 +207,16 @@ class _Loop:
             evaluations=tuple(self.evaluations),
             steps=tuple(self.steps),
             passed=self.best is not None,
-            diverged=diverged,
+            diverged=self.diverged,
             gate_seconds=self.gate_seconds,
         )
+
+    def _warn_skipped(self, step: Step) -> None:
+        self.listener(WarningEvent(message=f"step {step.step}: {step.why}, the step was skipped"))
+
+    def _can_be_written(self) -> bool:
+        """A file never gets NaN or Inf. A sum is not finite as soon as one element is not."""
+        return math.isfinite(self.replica.masters.flat.sum(dtype=torch.float64).item())
 
     def _perplexity(self, *, student: bool) -> float:
         config = self.config

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from cortiq_fcd.errors import NothingPassedError
+import torch
+
+from cortiq_fcd.errors import CortiqError, NothingPassedError
 from cortiq_fcd.io.corpus import Corpus, check_lengths, load_corpus
 from cortiq_fcd.io.reader import CmfModel, open_model
 from cortiq_fcd.io.writer import check_free_space, check_output_path, expected_bytes
 from cortiq_fcd.model.conversion import Conversion, resolve_conversion
 from cortiq_fcd.model.plan import ModelPlan, plan_model
 from cortiq_fcd.stages import evaluate, gate, store
+from cortiq_fcd.stages.checkpoint import Checkpoints, folder_of
 from cortiq_fcd.stages.config import PolishConfig
+from cortiq_fcd.stages.identity import Stamp, contents, run_identity, stamp
 from cortiq_fcd.stages.progress import Progress
 from cortiq_fcd.stages.teacher import check_teacher
 
@@ -28,17 +32,22 @@ class Job:
     prompts: gate.Prompts
     windows: evaluate.Windows
     report_path: Path
+    stamp: Stamp
+    checkpoints: Checkpoints
 
 
-def prepare(model: CmfModel, out: Path, config: PolishConfig, progress: Progress) -> Job:
+def prepare(model: CmfModel, out: Path, config: PolishConfig, device: torch.device, progress: Progress) -> Job:
     """Check paths, model, layers, teacher, disk, text and gate. Raises CortiqError; nothing has been written then."""
+    stamped = stamp(model)
     report_path = config.output.report or out.with_name(out.name + ".report.json")
     inputs = [*model.paths, *filter(None, (config.train.teacher, config.corpus.train, config.corpus.val))]
-    check_output_path(inputs, out, config.output.force)
+    # An OUT that was announced may be this run's own, of a process that was killed after it: known below.
+    announced = (folder_of(out) / "out.json").exists()
+    check_output_path(inputs, out, config.output.force or announced)
     check_output_path([*inputs, out], report_path, True)
     plan = plan_model(model)
     conversion = _conversion(config, plan, model, progress)
-    teacher_plan = _teacher_plan(config, plan, model, progress)
+    teacher_plan, teacher_contents = _teacher(config, plan, model, progress)
     _check_disk(config, plan, conversion, model, out)
     corpus = _corpus(config, model, progress)
     prompts = gate.select_prompts(config.gate, corpus.val, conversion)
@@ -50,7 +59,19 @@ def prepare(model: CmfModel, out: Path, config: PolishConfig, progress: Progress
     if prompts.skipped and config.gate.enabled:
         progress.warn(f"the generation gate was skipped: {prompts.skipped}")
     windows = evaluate.select_windows(config.train, corpus.val, prompts.offsets, gate.PROMPT_TOKENS)
-    return Job(plan, teacher_plan, conversion, corpus, prompts, windows, report_path)
+    checkpoints = Checkpoints(out, run_identity(model, teacher_contents, corpus, conversion, config, device))
+    check_output_path(inputs, out, config.output.force or is_own(out, checkpoints))
+    return Job(plan, teacher_plan, conversion, corpus, prompts, windows, report_path, stamped, checkpoints)
+
+
+def is_own(out: Path, checkpoints: Checkpoints) -> bool:
+    """Whether `out` was written by this very run, in a process that was killed before it could end."""
+    try:
+        with open_model(out) as model:
+            provenance = model.header.get("provenance") or {}
+            return checkpoints.has_announced(provenance.get("fcd"))
+    except CortiqError:
+        return False
 
 
 def _conversion(config: PolishConfig, plan: ModelPlan, model: CmfModel, progress: Progress) -> Conversion:
@@ -70,15 +91,17 @@ def _conversion(config: PolishConfig, plan: ModelPlan, model: CmfModel, progress
     return conversion
 
 
-def _teacher_plan(config: PolishConfig, plan: ModelPlan, model: CmfModel, progress: Progress) -> ModelPlan | None:
-    """The plan of a separate teacher file, if one was given and can teach this model."""
+def _teacher(
+    config: PolishConfig, plan: ModelPlan, model: CmfModel, progress: Progress
+) -> tuple[ModelPlan | None, str | None]:
+    """The plan of a separate teacher file, if one was given and can teach this model, and the hash of what it holds."""
     path = config.train.teacher
     if path is None:
-        return None
+        return None, None
     with open_model(path) as teacher:
         teacher_plan = plan_model(teacher)
         progress.warn(*check_teacher(teacher, teacher_plan, model, plan))
-    return teacher_plan
+        return teacher_plan, contents(teacher)
 
 
 def _check_disk(config: PolishConfig, plan: ModelPlan, conversion: Conversion, model: CmfModel, out: Path) -> None:

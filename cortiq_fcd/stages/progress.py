@@ -33,7 +33,7 @@ class Progress:
     def move(self, giver: StageName, taker: StageName, seconds: float) -> None:
         """Count time that was spent inside one stage for another."""
         self.timing[giver] -= seconds
-        self.timing[taker] += seconds
+        self.timing[taker] = self.timing.get(taker, 0.0) + seconds
 
     def warn(self, *messages: str) -> None:
         """Give warnings, in order."""

@@ -1,0 +1,65 @@
+"""Signals as requests: the first one lets the step at hand end and be saved, the second one stops at once.
+
+Outside the training loop there is nothing to save, and the first one stops at once too. Only a command line installs
+this; a library call leaves signals alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+_NOTICE = b"\nstopping: this step is finished and saved first; once more to stop at once\n"
+
+
+class Interrupted(BaseException):
+    """The run was asked to stop, and did. `saved_step`: where it can go on; null if nothing is saved."""
+
+    def __init__(self, number: int, saved_step: int | None) -> None:
+        super().__init__(f"signal {number}")
+        self.signal = number
+        self.saved_step = saved_step
+
+
+class Interruption:
+    """What signals have asked for. `requested` is the first signal's number, `saved_step` the newest saved state's."""
+
+    def __init__(self) -> None:
+        self.requested: int | None = None
+        self.saved_step: int | None = None
+        self._patient = False
+
+    @contextlib.contextmanager
+    def handling(self) -> Iterator[Interruption]:
+        """Answer SIGINT and SIGTERM inside the block (in the main thread only: no other may)."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def patience(self) -> Iterator[None]:
+        """Inside the block a first signal only sets `requested`; it is answered at the latest at the block's end."""
+        self._patient = True
+        try:
+            yield
+        finally:
+            self._patient = False
+        if self.requested is not None:
+            raise Interrupted(self.requested, self.saved_step)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self._patient or self.requested is not None:
+            raise Interrupted(number, self.saved_step)
+        self.requested = number
+        with contextlib.suppress(OSError):
+            os.write(2, _NOTICE)  # not through sys.stderr, which may be in the middle of a line

@@ -1,0 +1,53 @@
+"""When the polish loop's state is saved: behind every validation, every so many minutes, and when asked to stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from cortiq_fcd.errors import ResourceError
+from cortiq_fcd.stages.artefacts import Before, TrainingState
+from cortiq_fcd.stages.checkpoint import Checkpoints
+from cortiq_fcd.stages.interrupt import Interrupted, Interruption
+
+
+class CheckpointKeeper:
+    """An `artefacts.Keeper` that writes checkpoints. One that can't be written is a warning: training goes on."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        before: Before,
+        every_minutes: float,
+        interruption: Interruption,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._checkpoints, self._before, self._interruption, self._warn = checkpoints, before, interruption, warn
+        self._every_s = every_minutes * 60
+        self._last_s = time.monotonic()  # a clock that nobody sets
+        self._writing: int | None = None
+
+    def wants(self, *, evaluated: bool) -> bool:
+        """Whether it is time."""
+        asked = self._interruption.requested is not None
+        return evaluated or asked or time.monotonic() - self._last_s >= self._every_s
+
+    def keep(self, state: TrainingState) -> None:
+        """Copy the state and have it written. Raises Interrupted, with the state on disk, when asked to stop."""
+        self.finish()
+        self._writing = state.record.step
+        self._checkpoints.save(state, self._before)
+        self._last_s = time.monotonic()
+        if self._interruption.requested is not None:
+            self.finish()
+            raise Interrupted(self._interruption.requested, self._interruption.saved_step)
+
+    def finish(self) -> None:
+        """Until what is being written is written."""
+        try:
+            self._checkpoints.wait()
+        except ResourceError as error:
+            last = self._checkpoints.saved_step
+            kept = "there is none" if last is None else f"the last whole one is of step {last}"
+            self._warn(f"the checkpoint of step {self._writing} could not be saved ({error.message}); {kept}")
+        self._interruption.saved_step = self._checkpoints.saved_step
