@@ -18,6 +18,7 @@ DEFAULT_WINDOW_TOKENS = 128
 DEFAULT_SINK_TOKENS = 4
 # The runtime builds no skeleton for a prompt that fits into window + sink + this many tokens (spec: "w + sink + 8").
 EXACT_MARGIN_TOKENS = 8
+_POLISH_ONLY = "--polish-only trains such layers and leaves their attention as it is"
 
 
 def is_exact(seal: int, w: int, sink: int) -> bool:
@@ -114,10 +115,12 @@ def _convertible(
     left = tuple(i for i in chosen if i not in obstacles)
     if obstacles and not isinstance(spec, str):
         index, why = next(iter(obstacles.items()))
-        raise ConfigError(f"{where} names layer {index}, which can't be converted: {why}")
+        raise ConfigError(f"{where} names layer {index}, which can't be converted: {why}", hint=_POLISH_ONLY)
     if not left:
         index, why = next(iter(obstacles.items()))
-        raise ConfigError(f"{where} {spec} leaves no layer to convert: layer {index} can't be, since {why}")
+        raise ConfigError(
+            f"{where} {spec} leaves no layer to convert: layer {index} can't be, since {why}", hint=_POLISH_ONLY
+        )
     if obstacles and spec != "all":
         return left, [
             f"{where} {spec}: layers {', '.join(map(str, obstacles))} can't be converted and stay as they are"

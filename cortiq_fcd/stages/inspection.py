@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cortiq_fcd.errors import CortiqError
+from cortiq_fcd.errors import ConfigError, UnsupportedModelError
 from cortiq_fcd.io.layout import SECTIONS
 from cortiq_fcd.io.reader import CmfModel
 from cortiq_fcd.model.conversion import resolve_conversion
-from cortiq_fcd.model.plan import plan_model
+from cortiq_fcd.model.plan import ModelPlan, plan_model
 from cortiq_fcd.stages.config import TrainConfig
 
 
@@ -94,11 +94,14 @@ def _polishable(model: CmfModel, provenance: Any) -> tuple[Possible | None, str]
     recipe = TrainConfig()
     try:
         plan = plan_model(model)
+    except UnsupportedModelError as error:
+        return None, error.message
+    try:
         conversion, notes = resolve_conversion(
             plan, provenance, layers=None, m=None, w=None, sink=None, prefill=None, seq=recipe.seq
         )
-    except CortiqError as error:
-        return None, error.message
+    except ConfigError as error:
+        return None, "; ".join(filter(None, (error.message, error.hint)))
     names = [name for i in conversion.layers for name in plan.layers[i].trainable]
     possible = Possible(
         layers=list(conversion.layers),
@@ -107,6 +110,19 @@ def _polishable(model: CmfModel, provenance: Any) -> tuple[Possible | None, str]
         m=conversion.m,
         w=conversion.w,
         sink=conversion.sink,
-        notes=notes,
+        notes=[*notes, *_never_converted(plan)],
     )
     return possible, ""
+
+
+def _never_converted(plan: ModelPlan) -> list[str]:
+    """Which layers no setting converts, one note a reason."""
+    layers: dict[str, list[int]] = {}
+    for layer in plan.layers:
+        if layer.mixer.obstacle:
+            layers.setdefault(layer.mixer.obstacle, []).append(layer.index)
+    return [
+        f"never converted: layer{'s' if len(which) > 1 else ''} {', '.join(map(str, which))} ({why}); "
+        "--polish-only trains such layers"
+        for why, which in layers.items()
+    ]
