@@ -16,8 +16,8 @@ from cortiq_fcd.io.reader import open_model
 from cortiq_fcd.model.conversion import Conversion
 from cortiq_fcd.model.plan import plan_model
 from cortiq_fcd.model.replica import Replica, loss_and_gradient, new_replica
-from cortiq_fcd.stages import pipeline
-from cortiq_fcd.stages.config import PolishConfig
+from cortiq_fcd.stages import evaluate, pipeline
+from cortiq_fcd.stages.config import PolishConfig, TrainConfig
 from cortiq_fcd.stages.report import Report
 from cortiq_fcd.stages.teacher import check_teacher
 from tests.fixtures import LINEAR, Tiny, in_f64, tiny_text, tiny_tokenizer, write_arrays
@@ -157,21 +157,25 @@ def built(name: str) -> tuple[Replica, Tensor, Tensor]:
     return network, rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
+def doubles(model: Tiny) -> dict[str, Tensor]:
+    return {key: torch.from_numpy(array).double() for key, array in model.arrays().items()}
+
+
+def oracle_options(model: Tiny, setting: Conversion) -> transformer.Options:
+    """From the header itself, not from the plan under test."""
+    return transformer.Options(
+        model.header()["arch"], setting.converted, m=setting.m, w=setting.w, sink=setting.sink, seal=setting.seal
+    )
+
+
 @pytest.mark.parametrize("kl_weight", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("name", KINDS)
 def test_gradients_are_those_of_autograd(name: str, kl_weight: float) -> None:
     network, ids, targets = built(name)
     found = loss_and_gradient(network, ids, targets, kl_weight)
     student, teacher, setting = KINDS[name]
-    tensors, theirs = (
-        {key: torch.from_numpy(array).double() for key, array in model.arrays().items()} for model in (student, teacher)
-    )
-    ours, other = (
-        transformer.Options(
-            model.header()["arch"], setting.converted, m=setting.m, w=setting.w, sink=setting.sink, seal=setting.seal
-        )
-        for model in (student, teacher)
-    )
+    tensors, theirs = doubles(student), doubles(teacher)
+    ours, other = oracle_options(student, setting), oracle_options(teacher, setting)
     leaves = {key: t.detach().clone().requires_grad_() for key, t in network.masters.named.items()}
     rows = transformer.hidden({**tensors, **leaves}, ours, ids, student=True)
     taught = transformer.hidden(theirs, other, ids, student=False)
@@ -184,6 +188,31 @@ def test_gradients_are_those_of_autograd(name: str, kl_weight: float) -> None:
     for key, leaf in leaves.items():
         assert leaf.grad is not None
         assert worst_error(network.gradient.named[key], leaf.grad) < 1e-8, key
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, setting) in KINDS.items() if setting.converted])
+def test_served_figures_are_those_of_the_oracle(name: str) -> None:
+    """Perplexity and KL behind the seal: the student through the streaming kernel, the teacher with its own head."""
+    network, _, _ = built(name)
+    student, teacher, setting = KINDS[name]
+    train = TrainConfig(seq=41, batch=2)
+    where = evaluate.select_windows(train, np.random.default_rng(5).integers(0, student.V, 700), (), 0)
+    found = {kind: evaluate.run(train, network, where, student=kind) for kind in (True, False)}
+    rows = torch.from_numpy(np.stack([where.val[o : o + 42] for o in where.final]))
+    options, other = oracle_options(student, setting), oracle_options(teacher, setting)
+    tensors, theirs = doubles(student), doubles(teacher)
+
+    def behind(hidden: Tensor) -> Tensor:
+        return hidden.unflatten(0, (len(rows), 41))[:, setting.seal :].flatten(0, 1)
+
+    ours = behind(transformer.hidden({**tensors, **network.masters.named}, options, rows[:, :-1], student=True))
+    taught = behind(transformer.hidden(theirs, other, rows[:, :-1], student=False))
+    targets = rows[:, 1 + setting.seal :].flatten()
+    assert found[True].served == pytest.approx(options.loss(ours, tensors, targets).mean().exp().item(), rel=1e-8)
+    assert found[False].served == pytest.approx(other.loss(taught, theirs, targets).mean().exp().item(), rel=1e-8)
+    caps = (options.arch.get("final_logit_softcapping"), other.arch.get("final_logit_softcapping"))
+    kl = loss.kl(ours, taught, options.head(tensors), other.head(theirs), *caps).mean()
+    assert found[True].kl_served == pytest.approx(kl.item(), rel=1e-8)
 
 
 def test_kl_0_does_not_see_the_teacher_and_kl_1_does_not_see_the_targets() -> None:
