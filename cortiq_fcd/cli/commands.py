@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cortiq_fcd.cli.convert import convert, export
 from cortiq_fcd.cli.settings import Flags, resolve, takes_settings, to_toml
 from cortiq_fcd.errors import CmfFormatError, ConfigError
 
@@ -146,6 +147,10 @@ def schema(
     if name not in SCHEMAS:
         raise ConfigError(f"there is no schema {name!r}", hint=f"one of {', '.join(SCHEMAS)}")
     sys.stdout.write(schema_text(name))
+
+
+app.command()(export)
+app.command()(convert)
 
 
 def _listener(progress: str, quiet: bool, verbose: bool) -> Guarded:

@@ -8,7 +8,8 @@
     names.py         the tensors of a model in the order of execution, and where in the directory they lie
     quantization.py  which dtype a tensor gets
     importing.py     a directory as the plan of a CMF file
-    exporting.py     a CMF file as a directory
+    exporting.py     a CMF file as the plan of a directory
+    writing.py       that plan, written
 
 Nothing here imports torch.
 """

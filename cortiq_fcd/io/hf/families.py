@@ -169,6 +169,8 @@ def _described(settings: Settings, family: Family, tied: bool | None) -> Describ
     head_dim = settings.size("head_dim", family.head_dim or max(1, hidden // heads))
     positions = settings.size("max_position_embeddings", 32768)
     rope = rope_settings(settings, family.partial_rotary_factor)
+    if not family.delta and rope["partial_rotary_factor"] != 1:
+        settings.refuse("partial_rotary_factor", f"{family.model_type} turns whole heads")
     kinds, window, notes = _layer_kinds(settings, family, layers)
     arch: dict[str, Any] = {
         "arch_name": family.model_type,

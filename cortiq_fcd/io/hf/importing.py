@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from cortiq_fcd.io.layout import DType
 RECORDED = "huggingface"  # key of provenance
 
 
-@dataclass(frozen=True)
+@dataclass
 class Import:
     """What will be written. It has the shape that a model's plan is made from (`header`, `tensors`,
     `required_features`), so that a model that can't be run is refused before anything is written.
@@ -30,6 +30,10 @@ class Import:
     vocab: bytes | None
     notes: tuple[str, ...]
     required_features: int = layout.FEATURE_DIRECTORY
+
+    def with_notes(self, notes: Iterable[str]) -> Import:
+        """The same with more to tell."""
+        return replace(self, notes=(*self.notes, *notes))
 
     def write(self, out: Path, *, force: bool) -> writer.WrittenFile:
         """Write it, one tensor in memory at a time; errors as `writer.create_model`, and those of `Placed.read`."""

@@ -77,7 +77,7 @@ class Settings:
             raise UnsupportedModelError(self.where + key, f"the key is missing; expected {kind.__name__}")
         if kind is float and type(value) is int:
             value = float(value)
-        if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
             raise UnsupportedModelError(self.where + key, f"expected {kind.__name__}, got {str(value)[:80]!r}")
         return value
 

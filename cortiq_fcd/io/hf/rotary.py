@@ -91,7 +91,7 @@ def _llama3_factors(settings: Settings, theta: float, half: int, original: int) 
 
 
 def _yarn(settings: Settings, original: int, max_positions: int) -> dict[str, Any]:
-    """`arch.yarn`. A factor that is not said is the ratio of the contexts; zeros mean "not said", as in transformers."""
+    """`arch.yarn`. A factor not said is the ratio of the contexts; zeros mean "not said", as in transformers."""
     factor = settings.positive("factor", max_positions / original)
     found: dict[str, Any] = {"factor": factor, "original_max_position_embeddings": original}
     for key in _YARN_NUMBERS:

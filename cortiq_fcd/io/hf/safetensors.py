@@ -73,7 +73,7 @@ class StoredTensor:
                 file.seek(self.offset_bytes)
                 for start in range(0, self.nbytes, CHUNK_BYTES):
                     piece = buffer[: min(CHUNK_BYTES, self.nbytes - start)]
-                    if file.readinto(piece) != len(piece):  # type: ignore[attr-defined]
+                    if file.readinto(piece) != len(piece):
                         raise CmfFormatError(self.path, "the file became shorter", tensor=self.name)
                     yield piece
         except OSError as error:
