@@ -3,7 +3,7 @@
     python tools/train_demo_model.py NOVELS_DIR OUT_DIR
 
 NOVELS_DIR is what `make_corpus.py` reads. Both learn from five novels only; Persuasion is never seen. OUT_DIR gets a
-small HuggingFace directory (config.json, tokenizer.json, model.safetensors) that `hf_to_cmf.py` turns into the .cmf.
+small HuggingFace directory (config.json, tokenizer.json, model.safetensors) that `cortiq convert` turns into the .cmf.
 
 Ordinary torch.autograd on the CPU, one thread, everything drawn from one seed: the same machine and torch version give
 the same bytes. Two phases (PHASES): short windows, in some of which a passage comes back, so that keys far back matter;
