@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cortiq_fcd.kernels.widen import widened
+
 # Query rows a block. Small blocks skip more of the masked half, large ones give the matrix products more to do.
 BLOCK_ROWS = 128
 
@@ -37,6 +39,7 @@ class Saved:
     scale: float
     window: int | None
     softcap: float | None
+    dtype: torch.dtype  # of the inputs; what is kept is at least f32
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,9 @@ class Grads:
 def causal_attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, scale: float, *, window: int | None = None, softcap: float | None = None
 ) -> tuple[Tensor, Saved]:
-    """Attention output [B, G, R, T, Dv]. Raises ValueError when the shapes don't meet."""
+    """Attention output [B, G, R, T, Dv]; bf16 is computed in f32. Raises ValueError when the shapes don't meet."""
     _check(q, k, v, window)
+    dtype, (q, k, v) = q.dtype, (widened(x) for x in (q, k, v))
     B, G, R, T, _ = q.shape
     out = q.new_empty(B, G, R, T, v.shape[-1])
     tops, totals = q.new_empty(B, G, R, T, 1), q.new_empty(B, G, R, T, 1)
@@ -63,7 +67,7 @@ def causal_attention_fwd(
         total = torch.sum(weights, -1, keepdim=True, out=totals[..., rows, :])
         block = (weights.view(B, G, -1, weights.shape[-1]) @ v[:, :, keys]).view(B, G, R, -1, v.shape[-1])
         torch.div(block, total, out=out[..., rows, :])
-    return out, Saved(q, k, v, out, tops, totals, scale, window, softcap)
+    return out.to(dtype), Saved(q, k, v, out, tops, totals, scale, window, softcap, dtype)
 
 
 def causal_attention_bwd(dout: Tensor, saved: Saved) -> Grads:
@@ -74,7 +78,7 @@ def causal_attention_bwd(dout: Tensor, saved: Saved) -> Grads:
     B, G, R, T, D = q.shape
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     # exp(logit - top) lacks the factor 1 / total; dout and delta carry it instead, which is a smaller pass.
-    dout = dout / saved.total
+    dout = widened(dout) / saved.total
     delta = torch.linalg.vecdot(dout, saved.out).unsqueeze(-1)
     for rows, keys, mask in _blocks(T, saved.window, q.device):
         logits = _logits(q, k, scale, saved.softcap, rows, keys)
@@ -88,7 +92,7 @@ def causal_attention_bwd(dout: Tensor, saved: Saved) -> Grads:
             dlogits.mul_(slope.view(dlogits.shape))
         dq[..., rows, :] = (dlogits @ k[:, :, keys]).view(B, G, R, -1, D)
         dk[:, :, keys] += dlogits.mT @ q[..., rows, :].reshape(B, G, -1, D)
-    return Grads(dq.mul_(scale), dk.mul_(scale), dv)
+    return Grads(dq.mul_(scale).to(saved.dtype), dk.mul_(scale).to(saved.dtype), dv.to(saved.dtype))
 
 
 def _blocks(T: int, window: int | None, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -131,4 +135,5 @@ def causal_attention_step(q: Tensor, k: Tensor, v: Tensor, scale: float, *, soft
     fits = q.dim() == k.dim() == v.dim() == 4
     if not fits or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3] or k.shape[:3] != v.shape[:3]:
         raise ValueError(f"causal_attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} don't meet")
-    return torch.softmax(_capped_((q * scale) @ k.mT, softcap), -1) @ v
+    dtype, (q, k, v) = q.dtype, (widened(x) for x in (q, k, v))
+    return (torch.softmax(_capped_((q * scale) @ k.mT, softcap), -1) @ v).to(dtype)

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cortiq_fcd.kernels.widen import widened, widened_dtype
+
 # Memory for the logits of a chunk and their temporaries, all together.
 CHUNK_BYTES = 160 << 20
 # Student logits, teacher logits and the two temporaries of the same size alive (three with a soft cap).
@@ -64,7 +66,7 @@ def ce_kl(
     ce = torch.zeros((), dtype=torch.float64, device=student.device)
     kl = torch.zeros_like(ce)
     copies = _LIVE_COPIES if softcap is None else _LIVE_COPIES + 1
-    rows = chunk_rows(head.shape[0], student.element_size(), copies, budget_bytes)
+    rows = chunk_rows(head.shape[0], _logit_bytes(student), copies, budget_bytes)
     for start in range(0, N, rows):
         chunk = slice(start, min(start + rows, N))
         logits = _logits(student[chunk], teacher[chunk], head, teacher_head, softcap, teacher_softcap)
@@ -95,7 +97,7 @@ def _chunk(
     rows_kl = _kl(p_s, p_t, log_ratio, lse_s, lse_t)
     dz = p_s.sub_(p_t, alpha=kl_weight)
     dz.scatter_add_(1, target, torch.full_like(target, kl_weight - 1, dtype=dz.dtype))
-    torch.mm(dz if slope is None else dz.mul_(slope), head, out=dhidden)
+    torch.mm((dz if slope is None else dz.mul_(slope)).to(head.dtype), head, out=dhidden)
     return (lse_s - target_logit).sum(dtype=torch.float64), rows_kl.sum(dtype=torch.float64)
 
 
@@ -138,10 +140,10 @@ def nll_sum(
     """
     _check(hidden, head, targets)
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    rows = chunk_rows(head.shape[0], hidden.element_size(), 2, budget_bytes)
+    rows = chunk_rows(head.shape[0], _logit_bytes(hidden), 2, budget_bytes)
     for start in range(0, hidden.shape[0], rows):
         chunk = slice(start, start + rows)
-        logits = _capped_(torch.mm(hidden[chunk], head.T), softcap)
+        logits = _capped_(widened(torch.mm(hidden[chunk], head.T)), softcap)
         target_logit = logits.gather(1, targets[chunk, None])
         total += (torch.logsumexp(logits, -1, keepdim=True) - target_logit).sum(dtype=torch.float64)
     return float(total)
@@ -156,11 +158,16 @@ def _logits(
     teacher_softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     if teacher_head is None:
-        both = torch.mm(torch.cat((student, teacher)), head.T)
+        both = widened(torch.mm(torch.cat((student, teacher)), head.T))
         z_s, z_t = both[: student.shape[0]], both[student.shape[0] :]
     else:
-        z_s, z_t = torch.mm(student, head.T), torch.mm(teacher, teacher_head.T)
+        z_s, z_t = widened(torch.mm(student, head.T)), widened(torch.mm(teacher, teacher_head.T))
     return _capped_(z_s, softcap), _capped_(z_t, teacher_softcap)
+
+
+def _logit_bytes(hidden: Tensor) -> int:
+    """Bytes of a logit: products of bf16 are bf16, everything after them is f32."""
+    return widened_dtype(hidden.dtype).itemsize
 
 
 def _capped_(logits: Tensor, softcap: float | None) -> Tensor:

@@ -13,12 +13,13 @@ head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from cortiq_fcd.kernels import causal_conv, delta_rule, l2norm, rmsnorm, swiglu
+from cortiq_fcd.kernels.widen import widened
 
 L2_EPS = 1e-6
 SOFTPLUS_LINEAR_FROM = 20.0
@@ -48,6 +49,11 @@ class Parameters:
         keys = self.key_heads * self.key_dim
         return [keys, keys, self.A_log.shape[0] * self.value_dim]
 
+    def widened(self) -> Parameters:
+        """The weights in f32 at least."""
+        conv, A_log, dt_bias, norm = (widened(w) for w in (self.conv, self.A_log, self.dt_bias, self.norm))
+        return replace(self, conv=conv, A_log=A_log, dt_bias=dt_bias, norm=norm)
+
 
 @dataclass(frozen=True)
 class Streams:
@@ -58,10 +64,17 @@ class Streams:
     a: Tensor
     b: Tensor
 
+    def widened(self) -> Streams:
+        """The streams in f32 at least."""
+        return Streams(*(widened(x) for x in (self.qkv, self.z, self.a, self.b)))
+
 
 @dataclass
 class State:
-    """What decoding carries on: the convolution's last K - 1 inputs [B, K - 1, channels] and S [B, G, R, Dk, Dv]."""
+    """What decoding carries on, in f32 at least.
+
+    The convolution's last K - 1 inputs [B, K - 1, channels] and S [B, G, R, Dk, Dv].
+    """
 
     tail: Tensor
     S: Tensor
@@ -80,13 +93,19 @@ class Saved:
     delta: delta_rule.Saved
     norm: rmsnorm.Saved
     gated: swiglu.Saved
+    dtype: torch.dtype  # of the streams; what is kept is at least f32
 
 
 def gated_delta_net_fwd(x: Streams, p: Parameters) -> tuple[Tensor, State, Saved]:
-    """y [B, T, G R Dv], the state after the last position, and what the backward needs. Raises ValueError on shapes."""
+    """y [B, T, G R Dv], the state after the last position, and what the backward needs. bf16 is computed in f32.
+
+    Raises ValueError when the shapes don't meet.
+    """
     B, T = x.z.shape[:2]
     G, R, Dk, Dv = p.key_heads, p.shared, p.key_dim, p.value_dim
     _check_streams(x, p)
+    dtype = x.qkv.dtype
+    x, p = x.widened(), p.widened()
     mixed, conv = causal_conv.causal_conv_fwd(x.qkv, p.conv)
     q, k, v = torch.split(mixed, p.splits, 2)
     q, q_saved = l2norm.l2norm_fwd(q.reshape(B, T, G, Dk).transpose(1, 2), L2_EPS, Dk**-0.5)
@@ -104,7 +123,8 @@ def gated_delta_net_fwd(x: Streams, p: Parameters) -> tuple[Tensor, State, Saved
     normed, norm = rmsnorm.rmsnorm_fwd(rows, p.norm, p.norm_eps, plus_one=False)
     y, gated = swiglu.swiglu_fwd(x.z.reshape(-1, Dv), normed)
     tail = _tail(x.qkv, p.conv.shape[1] - 1)
-    return y.view(B, T, -1), State(tail, S), Saved(p, conv, q_saved, k_saved, gate_in, beta, delta, norm, gated)
+    saved = Saved(p, conv, q_saved, k_saved, gate_in, beta, delta, norm, gated, dtype)
+    return y.view(B, T, -1).to(dtype), State(tail, S), saved
 
 
 def gated_delta_net_bwd(dy: Tensor, saved: Saved) -> Streams:
@@ -112,6 +132,7 @@ def gated_delta_net_bwd(dy: Tensor, saved: Saved) -> Streams:
     p = saved.parameters
     if dy.shape != (*saved.gate_in.shape[:2], p.splits[2]):
         raise ValueError(f"gated_delta_net: dy {tuple(dy.shape)} does not fit {p.splits[2]} channels")
+    dy = widened(dy)
     B, T = dy.shape[:2]
     G, R, Dk, Dv = p.key_heads, p.shared, p.key_dim, p.value_dim
     gated = swiglu.swiglu_bwd(dy.reshape(-1, Dv), saved.gated)
@@ -128,16 +149,17 @@ def gated_delta_net_bwd(dy: Tensor, saved: Saved) -> Streams:
     dlog_g, dbeta = (t.permute(0, 3, 1, 2).reshape(B, T, G * R) for t in (delta.dlog_g, delta.dbeta))
     slope = torch.where(saved.gate_in > SOFTPLUS_LINEAR_FROM, 1.0, torch.sigmoid(saved.gate_in))
     return Streams(
-        qkv=causal_conv.causal_conv_bwd(dmixed, saved.conv),
-        z=gated.dgate.reshape(B, T, -1),
-        a=-dlog_g * p.A_log.exp() * slope,
-        b=dbeta * saved.beta * (1 - saved.beta),
+        qkv=causal_conv.causal_conv_bwd(dmixed, saved.conv).to(saved.dtype),
+        z=gated.dgate.reshape(B, T, -1).to(saved.dtype),
+        a=(-dlog_g * p.A_log.exp() * slope).to(saved.dtype),
+        b=(dbeta * saved.beta * (1 - saved.beta)).to(saved.dtype),
     )
 
 
 def gated_delta_net_step(x: Streams, state: State, p: Parameters) -> Tensor:
     """y [B, G R Dv] of one more position, streams [B, .]; the state moves on. Raises ValueError on shapes."""
     _check_streams(x, p)
+    dtype, x, p = x.qkv.dtype, x.widened(), p.widened()
     G, R, Dk, Dv = p.key_heads, p.shared, p.key_dim, p.value_dim
     mixed, state.tail = causal_conv.causal_conv_step(x.qkv, state.tail, p.conv)
     q, k, v = torch.split(mixed, p.splits, 1)
@@ -148,7 +170,7 @@ def gated_delta_net_step(x: Streams, state: State, p: Parameters) -> Tensor:
         state.S, q, k, v.reshape(-1, G, R, Dv), log_g, torch.sigmoid(x.b).view(-1, G, R)
     )
     normed, _ = rmsnorm.rmsnorm_fwd(o.reshape(-1, Dv), p.norm, p.norm_eps, plus_one=False)
-    return swiglu.swiglu_fwd(x.z.reshape(-1, Dv), normed)[0].view(x.z.shape)
+    return swiglu.swiglu_fwd(x.z.reshape(-1, Dv), normed)[0].view(x.z.shape).to(dtype)
 
 
 def _check_streams(x: Streams, p: Parameters) -> None:

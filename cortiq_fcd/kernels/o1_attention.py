@@ -31,6 +31,7 @@ from torch import Tensor
 from cortiq_fcd.kernels import causal_attention
 from cortiq_fcd.kernels.o1_far_field import Far, Keys, far_field_bwd, far_field_fwd
 from cortiq_fcd.kernels.segment_means import segment_means_bwd, segment_means_fwd
+from cortiq_fcd.kernels.widen import widened
 
 MIN_DENOMINATOR = 1e-30
 
@@ -67,6 +68,7 @@ class Saved:
     tail_out: Tensor  # [B, G, n, R, c, Dv]
     far: Far
     rows: int  # T
+    dtype: torch.dtype  # of the inputs; what is kept is at least f32
 
 
 @dataclass(frozen=True)
@@ -79,16 +81,20 @@ class Grads:
 
 
 def landmarks(q: Tensor, k: Tensor, seal: int, count: int) -> tuple[Tensor, Tensor]:
-    """Segment means Qt [B, G, R, m, D] and Kt [B, G, m, D] of the prompt's rows."""
-    return segment_means_fwd(q, seal, count), segment_means_fwd(k, seal, count)
+    """Segment means Qt [B, G, R, m, D] and Kt [B, G, m, D] of the prompt's rows, in f32 at least.
+
+    M is as ill-conditioned as 1e6: it and the kernel must see the same landmarks, not ones rounded to bf16.
+    """
+    return segment_means_fwd(widened(q), seal, count), segment_means_fwd(widened(k), seal, count)
 
 
 def o1_attention_fwd(q: Tensor, k: Tensor, v: Tensor, M: Tensor, geometry: Geometry) -> tuple[Tensor, Saved]:
-    """Attention output [B, G, R, T, Dv].
+    """Attention output [B, G, R, T, Dv]; bf16 is computed in f32.
 
     Raises ValueError when the shapes don't meet, or when the prompt is too short for a far field.
     """
     _check(q, k, v, M, geometry)
+    dtype, (q, k, v) = q.dtype, (widened(x) for x in (q, k, v))
     seal, c, sink = geometry.seal, geometry.chunk, geometry.sink
     T = q.shape[3]
     Qt, Kt = landmarks(q, k, seal, M.shape[-1])
@@ -120,8 +126,8 @@ def o1_attention_fwd(q: Tensor, k: Tensor, v: Tensor, M: Tensor, geometry: Geome
     num = (_merge(weights) @ _windows(v, geometry)).view(*tail_q.shape[:-1], -1)
     tail_out = num.add_(far.base_w @ far.S).div_(den)
     out = torch.cat((prompt_out, _flat(tail_out)[..., : T - seal, :]), -2)
-    saved = Saved(geometry, k, v, M, scaled_Qt, Kt, prompt, tail_q, weights, den, tail_out, far, T)
-    return out, saved
+    saved = Saved(geometry, k, v, M, scaled_Qt, Kt, prompt, tail_q, weights, den, tail_out, far, T, dtype)
+    return out.to(dtype), saved
 
 
 def o1_attention_bwd(dout: Tensor, saved: Saved) -> Grads:
@@ -130,6 +136,7 @@ def o1_attention_bwd(dout: Tensor, saved: Saved) -> Grads:
     Raises ValueError when dout has another shape.
     """
     _check_dout(dout, saved)
+    dout = widened(dout)
     geometry, tail_q, weights = saved.geometry, saved.tail_q, saved.weights
     seal, c, sink, T = geometry.seal, geometry.chunk, geometry.sink, saved.rows
     keys = _far_keys(saved.k, saved.v, geometry)
@@ -158,7 +165,7 @@ def o1_attention_bwd(dout: Tensor, saved: Saved) -> Grads:
     dk[:, :, :seal] += prompt.dk.add_(segment_means_bwd(far.dlandmark_k, seal))
     dv[:, :, :seal] += prompt.dv
     dq = torch.cat((dq_prompt, _flat(dtail_q.mul_(geometry.scale))[..., : T - seal, :]), -2)
-    return Grads(dq, dk[:, :, :T], dv[:, :, :T])
+    return Grads(dq.to(saved.dtype), dk[:, :, :T].to(saved.dtype), dv[:, :, :T].to(saved.dtype))
 
 
 def _chunks(x: Tensor, c: int) -> Tensor:

@@ -10,7 +10,7 @@ new key into its slot, and then attends: near weights over sinks and ring, far w
 the accumulators, dropped as a whole when sum_b U_b Z_hat_b < 0; one joint division. It is the same function as the rows
 after the seal of `o1_attention`.
 
-q [B, G, R, D]; k, v [B, G, D] for one token; the prompt's have a T axis before D.
+q [B, G, R, D]; k, v [B, G, D] for one token; the prompt's have a T axis before D. The state of bf16 inputs is f32.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cortiq_fcd.kernels.landmark_inverse import landmark_inverse
 from cortiq_fcd.kernels.o1_attention import MIN_DENOMINATOR, landmarks
+from cortiq_fcd.kernels.widen import widened
 
 
 @dataclass
@@ -61,6 +62,7 @@ def seal_stream(
         raise ValueError(f"seal_stream: window {window}, sink {sink}")
     if window + sink >= T:
         raise ValueError(f"seal_stream: a prompt of {T} tokens does not reach past window {window} + sink {sink}")
+    q, k, v = (widened(x) for x in (q, k, v))
     Qt, Kt = landmarks(q, k, T, landmark_count)
     M = landmark_inverse(Qt, Kt[:, :, None], scale)
     old_k, old_v = k[:, :, sink : T - window], v[:, :, sink : T - window]
@@ -91,6 +93,7 @@ def stream_step(state: StreamState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         raise ValueError(
             f"stream_step: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} don't meet the state"
         )
+    dtype, (q, k, v) = q.dtype, (widened(x) for x in (q, k, v))
     _advance(state, k, v)
     near_logits = (q * state.scale) @ state.near_k.mT
     near_top = near_logits.amax(-1, keepdim=True)
@@ -109,7 +112,7 @@ def stream_step(state: StreamState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     near_weights = (near_logits - top).exp_()
     den = near_weights.sum(-1, keepdim=True) + (far_weights * state.Z_hat).sum(-1, keepdim=True)
     num = near_weights @ state.near_v + (far_weights.unsqueeze(-2) @ state.T_hat).squeeze(-2)
-    return num.div_(den.clamp_min_(MIN_DENOMINATOR))
+    return num.div_(den.clamp_min_(MIN_DENOMINATOR)).to(dtype)
 
 
 def _advance(state: StreamState, k: Tensor, v: Tensor) -> None:

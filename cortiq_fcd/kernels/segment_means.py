@@ -3,7 +3,7 @@
     y_i = mean of rows i*P//m .. (i+1)*P//m - 1          (P = prefix, m segments)
     dx_t += dy_i / length_i for t in segment i; rows from P on get nothing
 
-x [..., T, D], y [..., m, D]. Source: Xiong et al. 2021 (Nystromformer, arXiv 2102.03902).
+x [..., T, D], y [..., m, D]; sums of bf16 are f32. Source: Xiong et al. 2021 (Nystromformer, arXiv 2102.03902).
 """
 
 from __future__ import annotations
