@@ -73,6 +73,7 @@ class Saved:
     """What the backward needs: chunked inputs, the inverse, the solved right sides, and the states."""
 
     chunks: _Chunks
+    rows: int  # T
     dtype: torch.dtype  # of the inputs
     out: Tensor  # [.., c, Dv], not narrowed
     gram: Tensor  # k_t . k_i for i < t, else 0, [n, B, G, 1, c, c]
@@ -115,7 +116,7 @@ def delta_rule_fwd(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor, beta: Tensor)
     end_key = x.to_end * x.k
     S, U = _states(solved, end_key, x.whole)
     out = ((x.from_start * x.q) @ S[:-1]).add_(P @ U)
-    return _join(out, T).to(dtype), S[-1], Saved(x, dtype, out, gram, P, inverse, solved, end_key, U, S)
+    return _join(out, T).to(dtype), S[-1], Saved(x, T, dtype, out, gram, P, inverse, solved, end_key, U, S)
 
 
 def _states(solved: Tensor, end_key: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,10 +134,9 @@ def _states(solved: Tensor, end_key: Tensor, whole: Tensor) -> tuple[Tensor, Ten
 def delta_rule_bwd(dout: Tensor, saved: Saved) -> Grads:
     """Gradients of delta_rule_fwd for dout [B, G, R, T, Dv] (none for the final state). Raises ValueError on shapes."""
     x, S, U = saved.chunks, saved.S, saved.U
-    n, *heads, c, Dv = saved.out.shape
-    T = dout.shape[3] if dout.dim() == 5 else 0
-    if dout.shape != (*heads, T, Dv) or not (n - 1) * c < T <= n * c:
-        raise ValueError(f"delta_rule: dout {tuple(dout.shape)} does not fit {(*heads, n * c, Dv)} (T rounded up)")
+    T, Dv = saved.rows, U.shape[-1]
+    if dout.shape != (*U.shape[1:4], T, Dv):
+        raise ValueError(f"delta_rule: dout {tuple(dout.shape)}, expected {(*U.shape[1:4], T, Dv)}")
     dO = _cut(widened(dout))
     decayed_dO = x.from_start * dO
     dU, dS, end = _state_gradients(dO, decayed_dO, saved)

@@ -12,7 +12,14 @@ from cortiq_fcd.kernels.causal_attention import (
     causal_attention_step,
 )
 from tests.oracles import attention as oracle
-from tests.oracles.compare import Unchanged, assert_close, assert_differences, assert_no_worse_than, autograd
+from tests.oracles.compare import (
+    Unchanged,
+    assert_close,
+    assert_differences,
+    assert_no_worse_than,
+    assert_rounded_once,
+    autograd,
+)
 
 SCALE = 0.3
 # B, G, R, T, D, Dv
@@ -175,3 +182,23 @@ def test_bad_shapes_are_refused() -> None:
     for bad_q, bad_k, bad_v in ((step[0], k, v), (step[:, :1], k, v), (step[..., :3], k, v), (step, k, v[:, :, :4])):
         with pytest.raises(ValueError, match="causal_attention"):
             causal_attention_step(bad_q, bad_k, bad_v, SCALE)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("size", [*SMALL[2:], (2, 2, 3, 2 * BLOCK_ROWS + 1, 16, 8)])
+def test_bf16_is_rounded_once(size: tuple[int, ...], window: int | None, softcap: float | None) -> None:
+    q, k, v, dout = (x.bfloat16() for x in case(*size))
+    unchanged = Unchanged(q, k, v, dout)
+    inputs = [x.double() for x in (q, k, v)]
+    forward = lambda q, k, v: oracle.causal_attention(q, k, v, SCALE, window, softcap)  # noqa: E731
+    want, wanted = autograd(forward, inputs, dout.double())
+    out, saved = causal_attention_fwd(q, k, v, SCALE, window=window, softcap=softcap)
+    grads = causal_attention_bwd(dout, saved)
+    assert_rounded_once("out", out, want)
+    for name, got, expected in zip(("dq", "dk", "dv"), (grads.dq, grads.dk, grads.dv), wanted, strict=True):
+        assert_rounded_once(name, got, expected)
+    if window is None:
+        step = causal_attention_step(q[..., -1, :], k, v, SCALE, softcap=softcap)
+        assert_rounded_once("step", step, want[..., -1, :])
+    unchanged.check()

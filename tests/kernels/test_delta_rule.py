@@ -6,7 +6,14 @@ from torch import Tensor
 
 from cortiq_fcd.kernels.delta_rule import CHUNK, delta_rule_bwd, delta_rule_fwd, delta_rule_step
 from tests.oracles import delta_net as oracle
-from tests.oracles.compare import Unchanged, assert_close, assert_differences, autograd
+from tests.oracles.compare import (
+    Unchanged,
+    assert_close,
+    assert_differences,
+    assert_rounded_once,
+    assert_within,
+    autograd,
+)
 
 # B, G, R, T, Dk, Dv
 SMALL = [(1, 1, 1, 1, 1, 1), (2, 1, 3, 5, 2, 3), (1, 2, 1, 7, 3, 1), (2, 3, 2, 11, 4, 5)]
@@ -44,7 +51,7 @@ def test_oracle_small(size: tuple[int, ...]) -> None:
     check(case(*size))
 
 
-@pytest.mark.parametrize("T", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 1])
+@pytest.mark.parametrize("T", [2, 3, 4, 8, 9, 16, 17, *(n * CHUNK + off for n in (1, 2, 3) for off in (-1, 0, 1))])
 @pytest.mark.parametrize("decay", [0.01, 1.0])
 def test_oracle_around_the_chunk(T: int, decay: float) -> None:
     check(case(1, 2, 2, T, 3, 4, decay=decay))
@@ -105,6 +112,64 @@ def test_bad_shapes_are_refused() -> None:
         (q, k, v[:, :1], log_g, beta),
         (q, k, v, log_g[..., :4], beta),
         (q, k, v, log_g, beta[:, :, :1]),
+        (q, k[:, :2], v, log_g, beta),
     ):
         with pytest.raises(ValueError, match="delta_rule"):
             delta_rule_fwd(*bad)
+    _, state, saved = delta_rule_fwd(q, k, v, log_g, beta)
+    for bad_dout in (v[:1], v[..., :2], v[0], v[..., :2, :], torch.cat((v, v), 3)):
+        with pytest.raises(ValueError, match="delta_rule"):
+            delta_rule_bwd(bad_dout, saved)
+    step = q[:, :, 0], k[:, :, 0], v[..., 0, :], log_g[..., 0], beta[..., 0]
+    for i, narrow in enumerate((state[..., :2], *(x[:, :2] for x in step))):
+        args = [state, *step]
+        args[i] = narrow
+        with pytest.raises(ValueError, match="delta_rule"):
+            delta_rule_step(*args)
+
+
+@pytest.mark.parametrize("size", [*SMALL[1:], (2, 2, 2, 3 * CHUNK + 7, 16, 16)])
+def test_bf16_is_rounded_once(size: tuple[int, ...]) -> None:
+    inputs = [x.bfloat16() for x in case(*size, decay=0.1)]
+    unchanged = Unchanged(*inputs)
+    *args, dout = inputs
+    want, wanted = autograd(lambda *x: oracle.delta_rule(*x)[0], [x.double() for x in args], dout.double())
+    out, state, saved = delta_rule_fwd(*args)
+    grads = delta_rule_bwd(dout, saved)
+    assert state.dtype == torch.float32
+    assert_rounded_once("o", out, want)
+    for name, expected in zip(NAMES, wanted, strict=True):
+        assert_rounded_once(name, getattr(grads, name), expected)
+    q, k, v, log_g, beta = (x.double() for x in args)
+    last = size[3] - 1
+    before = oracle.delta_rule(q[:, :, :last], k[:, :, :last], v[..., :last, :], log_g[..., :last], beta[..., :last])[1]
+    step = (args[0][:, :, last], args[1][:, :, last], args[2][..., last, :], args[3][..., last], args[4][..., last])
+    o, following = delta_rule_step(before.float(), *step)
+    assert following.dtype == torch.float32
+    assert_rounded_once("step", o, want[..., last, :])
+    unchanged.check()
+
+
+def test_equal_keys_without_decay() -> None:
+    """The system's worst case: L is all ones, and its powers reach 1e17. f32 stays at its rounding."""
+    q, k, v, log_g, beta, dout = (x.float() for x in case(1, 2, 2, 2 * CHUNK, 8, 4, decay=0.0))
+    k[:] = k[..., :1, :]
+    beta[:] = 1
+    want, wanted = autograd(
+        lambda *x: oracle.delta_rule(*x)[0], [x.double() for x in (q, k, v, log_g, beta)], dout.double()
+    )
+    out, _, saved = delta_rule_fwd(q, k, v, log_g, beta)
+    grads = delta_rule_bwd(dout, saved)
+    assert_close("o", out, want, 64 * 2.0**-23)
+    # Each key erases what the one before wrote: nothing of an old state is left to decay, and dlog_g is all but 0.
+    largest = max(g.abs().max().item() for g in wanted)
+    for name, expected in zip(NAMES, wanted, strict=True):
+        assert_within(name, getattr(grads, name), expected, torch.tensor(64 * 2.0**-23 * largest))
+
+
+@pytest.mark.parametrize("at", [0, 3, CHUNK])
+def test_a_step_size_of_zero(at: int) -> None:
+    """beta = 0 writes nothing, yet its gradient is not 0."""
+    q, k, v, log_g, beta, dout = case(1, 2, 2, CHUNK + 5, 3, 4, decay=0.1)
+    beta[..., at] = 0
+    check((q, k, v, log_g, beta, dout))

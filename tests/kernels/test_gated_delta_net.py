@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cortiq_fcd.kernels.causal_conv import causal_conv_bwd, causal_conv_fwd, causal_conv_step
+from cortiq_fcd.kernels.delta_rule import CHUNK
 from cortiq_fcd.kernels.gated_delta_net import (
     Parameters,
     Streams,
@@ -21,7 +23,7 @@ from cortiq_fcd.kernels.gated_delta_net import (
 )
 from cortiq_fcd.kernels.l2norm import l2norm_bwd, l2norm_fwd
 from tests.oracles import delta_net as oracle
-from tests.oracles.compare import Unchanged, assert_close, assert_differences, autograd
+from tests.oracles.compare import Unchanged, assert_close, assert_differences, assert_rounded_once, autograd
 
 FOLDER = Path(__file__).resolve().parents[2].parent / "shared" / "golden" / "kernels"
 NAMES = ("qkv", "z", "a", "b")
@@ -49,6 +51,25 @@ def test_convolution(B: int, T: int, C: int, K: int) -> None:
     for bad_x, bad_weight in ((x[0], weight), (x, weight[0]), (x, torch.cat((weight, weight)))):
         with pytest.raises(ValueError, match="causal_conv"):
             causal_conv_fwd(bad_x, bad_weight)
+    for bad_dy in (dy[0], dy[..., :0], torch.cat((dy, dy), 1)):
+        with pytest.raises(ValueError, match="causal_conv"):
+            causal_conv_bwd(bad_dy, saved)
+    for bad_step, bad_tail in ((x[0, 0], tail), (x[:, 0], tail[0]), (x[:, 0], torch.cat((tail, x[:, :1]), 1))):
+        with pytest.raises(ValueError, match="causal_conv"):
+            causal_conv_step(bad_step, bad_tail, weight)
+
+
+@pytest.mark.parametrize(("B", "T", "C", "K"), [(1, 1, 1, 1), (2, 11, 3, 5), (3, 3, 5, 4)])
+def test_convolution_in_bf16_is_rounded_once(B: int, T: int, C: int, K: int) -> None:
+    x, weight, dy = (a.bfloat16() for a in normal((B, T, C), (C, K), (B, T, C)))
+    want, (dx,) = autograd(lambda x: oracle.causal_conv(x, weight.double()), (x.double(),), dy.double())
+    y, saved = causal_conv_fwd(x, weight)
+    assert_rounded_once("y", y, want)
+    assert_rounded_once("dx", causal_conv_bwd(dy, saved), dx)
+    padded = torch.cat((x.new_zeros(B, K - 1, C), x), 1)
+    step, tail = causal_conv_step(x[:, -1], padded[:, T - 1 : -1], weight)
+    assert tail.dtype == torch.bfloat16
+    assert torch.equal(step, y[:, -1])
 
 
 @pytest.mark.parametrize("shape", [(1,), (5, 1), (2, 3, 7)])
@@ -62,6 +83,30 @@ def test_length_normalisation(shape: tuple[int, ...], length: float) -> None:
     assert_close("dx", l2norm_bwd(dy, saved), dx, 1e-12)
     assert_differences("l2norm", lambda x: l2norm_fwd(x, 1e-2, length)[0], (x,), (l2norm_bwd(dy, saved),), dy)
     unchanged.check()
+    x, dy = x.bfloat16(), dy.bfloat16()
+    want, (dx,) = autograd(lambda x: oracle.l2norm(x, 1e-2, length), (x.double(),), dy.double())
+    y, saved = l2norm_fwd(x, 1e-2, length)
+    assert_rounded_once("y", y, want)
+    assert_rounded_once("dx", l2norm_bwd(dy, saved), dx)
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (2, 3, 7)])
+def test_f32_length_normalisation(shape: tuple[int, ...]) -> None:
+    """Stated bound: 4 ulp of the largest entry."""
+    x, dy = (a.float() for a in normal(shape, shape))
+    want, (dx,) = autograd(lambda x: oracle.l2norm(x, 1e-2, 0.25), (x.double(),), dy.double())
+    y, saved = l2norm_fwd(x, 1e-2, 0.25)
+    assert_close("y", y, want, 4 * 2.0**-23)
+    # In one dimension dx is what is left of a cancellation: measure it by dy / |x|.
+    allowed = 4 * 2.0**-23 * max(dx.abs().max().item(), 0.25 * (dy.abs() / x.abs()).max().item())
+    assert (l2norm_bwd(dy, saved) - dx).abs().max() <= allowed
+
+
+def test_length_normalisation_refuses_another_shape() -> None:
+    _, saved = l2norm_fwd(torch.ones(2, 3), 1e-6)
+    for bad in (torch.ones(2, 2), torch.ones(3), torch.ones(1, 3)):
+        with pytest.raises(ValueError, match="l2norm"):
+            l2norm_bwd(bad, saved)
 
 
 def case(
@@ -99,7 +144,9 @@ def reference(p: Parameters, *streams: Tensor) -> Tensor:
     )
 
 
+# B, T, G, R, Dk, Dv, K: T around the convolution's 4 taps and around the chunk
 SIZES = [(1, 1, 1, 1, 2, 3, 4), (2, 5, 1, 2, 3, 2, 1), (1, 67, 2, 1, 3, 4, 4), (2, 130, 2, 2, 4, 3, 3)]
+SIZES += [(1, T, 2, 2, 3, 5, 4) for T in (3, 4, 5, CHUNK - 1, CHUNK, CHUNK + 1)]
 
 
 @pytest.mark.parametrize("strength", [1.0, 30.0])
@@ -114,6 +161,37 @@ def test_oracle(size: tuple[int, ...], strength: float) -> None:
     largest = max(g.abs().max().item() for g in wanted)
     for name, expected in zip(NAMES, wanted, strict=True):
         assert (getattr(grads, name) - expected).abs().max() <= 1e-11 * largest, name
+    unchanged.check()
+
+
+def low_precision_case(dtype: torch.dtype, size: tuple[int, ...]) -> tuple[list[Tensor], Parameters, Tensor]:
+    streams, p, dy = case(*size)
+    weights = {key: getattr(p, key).to(dtype) for key in ("conv", "A_log", "dt_bias", "norm")}
+    return [x.to(dtype) for x in streams], replace(p, **weights), dy.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [SIZES[1], SIZES[2], (2, 3 * CHUNK + 7, 2, 2, 16, 16, 4)])
+def test_low_precision(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    """torch has no such op. Stated bounds: f32 256 ulp of the largest entry, bf16 one rounding."""
+    streams, p, dy = low_precision_case(dtype, size)
+    unchanged = Unchanged(*streams, dy, p.conv, p.A_log, p.dt_bias, p.norm)
+    exact = replace(p, **{key: getattr(p, key).double() for key in ("conv", "A_log", "dt_bias", "norm")})
+    want, wanted = autograd(lambda *x: reference(exact, *x), [x.double() for x in streams], dy.double())
+    y, state, saved = gated_delta_net_fwd(Streams(*streams), p)
+    grads = gated_delta_net_bwd(dy, saved)
+    results = (y, *(getattr(grads, name) for name in NAMES))
+    for name, got, expected in zip(("y", *NAMES), results, (want, *wanted), strict=True):
+        if dtype == torch.bfloat16:
+            assert_rounded_once(name, got, expected)
+        else:
+            assert got.dtype == dtype
+            assert_close(name, got, expected, 256 * 2.0**-23)
+    assert state.S.dtype == torch.float32
+    _, state, _ = gated_delta_net_fwd(Streams(*(x[:, :-1] for x in streams)), p)
+    step = gated_delta_net_step(Streams(*(x[:, -1] for x in streams)), state, p)
+    assert step.dtype == dtype
+    assert_close("step", step, want[:, -1], 1.01 * max(torch.finfo(dtype).eps / 2, 256 * 2.0**-23))
     unchanged.check()
 
 
@@ -142,6 +220,12 @@ def test_bad_shapes_are_refused() -> None:
     for bad in ((qkv[..., :3], z, a, b), (qkv, z[..., :3], a, b), (qkv, z, a[..., :1], b)):
         with pytest.raises(ValueError, match="gated_delta_net"):
             gated_delta_net_fwd(Streams(*bad), p)
+    _, state, saved = gated_delta_net_fwd(Streams(*streams), p)
+    for bad_dy in (z[:1], z[:, :4], z[..., :3], z[0]):
+        with pytest.raises(ValueError, match="gated_delta_net"):
+            gated_delta_net_bwd(bad_dy, saved)
+    with pytest.raises(ValueError, match="gated_delta_net"):
+        gated_delta_net_step(Streams(qkv[:, 0], z[:, 0], a[:, 0], b[:, 0, :1]), state, p)
 
 
 def golden(name: str) -> Path:

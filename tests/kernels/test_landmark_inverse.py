@@ -148,3 +148,10 @@ def test_bad_shapes_are_refused() -> None:
     for bad_q, bad_k in ((q[:, :3], k), (q, k[..., :2]), (q, k[0, 0]), (q[0, 0], k[0, 0]), (q[0, 0, 0], k[0, 0, 0])):
         with pytest.raises(ValueError, match="landmark_inverse"):
             landmark_inverse(bad_q, bad_k, 0.5)
+
+
+def test_bf16_input_is_computed_in_f64() -> None:
+    q, k = (x.bfloat16() for x in case(2, 5, 8))
+    got = landmark_inverse(q, k, 0.3)
+    assert got.dtype == torch.float64
+    assert_close("M", got, oracle.landmark_inverse(q, k, 0.3), 1e-9)

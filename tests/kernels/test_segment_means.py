@@ -6,7 +6,14 @@ from torch import Tensor
 
 from cortiq_fcd.kernels.segment_means import segment_means_bwd, segment_means_fwd
 from tests.oracles import attention as oracle
-from tests.oracles.compare import Unchanged, assert_close, assert_differences, assert_no_worse_than, autograd
+from tests.oracles.compare import (
+    Unchanged,
+    assert_close,
+    assert_differences,
+    assert_no_worse_than,
+    assert_rounded_once,
+    autograd,
+)
 
 # leading axes, T, D, prefix, segments
 SIZES = [
@@ -55,3 +62,11 @@ def test_bad_shapes_are_refused() -> None:
             segment_means_fwd(x, prefix, segments)
     with pytest.raises(ValueError, match="segment_means"):
         segment_means_bwd(dy, 3)
+
+
+@pytest.mark.parametrize(("lead", "T", "D", "prefix", "segments"), [*SIZES, ((3,), 1021, 7, 1009, 13)])
+def test_bf16_is_rounded_once(lead: tuple[int, ...], T: int, D: int, prefix: int, segments: int) -> None:
+    x, dy = (a.bfloat16() for a in case(lead, T, D, segments))
+    want, (dx,) = autograd(lambda x: oracle.segment_means(x, prefix, segments), (x.double(),), dy.double())
+    assert_rounded_once("y", segment_means_fwd(x, prefix, segments), want)
+    assert_rounded_once("dx", segment_means_bwd(dy, prefix), dx[..., :prefix, :])

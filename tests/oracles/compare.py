@@ -48,6 +48,12 @@ def assert_no_worse_than(name: str, got: Tensor, rival: Tensor, want: Tensor) ->
     assert_within(name, got, want, torch.as_tensor(2 * rival_error + 4 * torch.finfo(got.dtype).eps * largest))
 
 
+def assert_rounded_once(name: str, got: Tensor, want: Tensor) -> None:
+    """A bf16 result of a kernel that computes in f32: off by half a bf16 ulp of the largest entry, and f32's noise."""
+    assert got.dtype == torch.bfloat16, f"{name}: {got.dtype}, expected bf16"
+    assert_close(name, got, want, 1.01 * torch.finfo(got.dtype).eps / 2)
+
+
 def autograd(f: Callable[..., Tensor], inputs: Sequence[Tensor], dout: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """f(*inputs) and the gradients of sum(f * dout) for every input."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
