@@ -105,7 +105,7 @@ def convert(
     settings = resolve(flags, config)
     planned = _plan(source, quant, settings, marked="o1.layers" in flags and not settings.train.polish_only)
     if not quiet:
-        _note(*planned.notes)
+        _note(*planned.notes, as_events=progress == "json")
     inputs = sorted({tensor.stored.path for tensor in planned.tensors.values()})
     if not polish:
         written = planned.write(_free(inputs, out, settings.output.force), force=settings.output.force)
@@ -270,9 +270,12 @@ def _tell(document: dict[str, Any], json: bool) -> None:
         sys.stdout.write(f"{document['polish']['sentence']}\n{document['polish']['report']}: the whole report\n")
 
 
-def _note(*texts: str) -> None:
+def _note(*texts: str, as_events: bool = False) -> None:
+    """Tell them on stderr; as warning events where a program reads along."""
+    from cortiq_fcd.events import WarningEvent
+
     for text in texts:
-        sys.stderr.write(f"note: {text}\n")
+        sys.stderr.write(f"{WarningEvent(message=text).model_dump_json()}\n" if as_events else f"note: {text}\n")
 
 
 def main() -> None:
