@@ -15,7 +15,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from cortiq_fcd.model.conversion import Conversion, landmark_count
-from cortiq_fcd.model.plan import AttentionPlan, LayerPlan, ModelPlan
+from cortiq_fcd.model.mixers import AttentionPlan
+from cortiq_fcd.model.plan import LayerPlan, ModelPlan
 
 
 class Peer:

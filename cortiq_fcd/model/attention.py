@@ -18,7 +18,8 @@ from cortiq_fcd.kernels import causal_attention, o1_attention, rmsnorm, sigmoid_
 from cortiq_fcd.kernels.landmark_inverse import landmark_inverse
 from cortiq_fcd.kernels.linear import linear_bwd_input, linear_fwd
 from cortiq_fcd.kernels.rope import Rotation, rope_bwd, rope_fwd
-from cortiq_fcd.model.plan import AttentionPlan, NormPlan
+from cortiq_fcd.model.mixers import AttentionPlan
+from cortiq_fcd.model.plan import NormPlan
 from cortiq_fcd.model.rotary import RotaryPlan
 
 Angles: TypeAlias = Mapping[RotaryPlan, Rotation]

@@ -13,7 +13,7 @@ from torch import Tensor
 from cortiq_fcd.kernels import gated_delta_net
 from cortiq_fcd.kernels.gated_delta_net import Parameters, State, Streams
 from cortiq_fcd.kernels.linear import linear_bwd_input, linear_fwd
-from cortiq_fcd.model.plan import DeltaNetPlan
+from cortiq_fcd.model.mixers import DeltaNetPlan
 
 Saved = gated_delta_net.Saved
 

@@ -12,7 +12,8 @@ from cortiq_fcd.kernels.gated_delta_net import Parameters
 from cortiq_fcd.model.attention import AttentionWeights
 from cortiq_fcd.model.delta_net import DeltaNetWeights
 from cortiq_fcd.model.layer import LayerWeights, MixerWeights
-from cortiq_fcd.model.plan import AttentionPlan, DeltaNetPlan, LayerPlan, ModelPlan
+from cortiq_fcd.model.mixers import AttentionPlan, DeltaNetPlan
+from cortiq_fcd.model.plan import LayerPlan, ModelPlan
 
 Read = Callable[[str], Tensor]
 """Name of a tensor -> its f32 values on the CPU."""

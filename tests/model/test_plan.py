@@ -11,7 +11,8 @@ import pytest
 
 from cortiq_fcd.errors import UnsupportedModelError
 from cortiq_fcd.model.consumed import INFORMATIONAL_KEYS, NEUTRAL_VALUES
-from cortiq_fcd.model.plan import AttentionPlan, ModelPlan, plan_model
+from cortiq_fcd.model.mixers import AttentionPlan
+from cortiq_fcd.model.plan import ModelPlan, plan_model
 from tests.fixtures import Shape, Source, Tiny
 
 # Every key that the format lists, with a value that asks for another forward (or, for sizes, that can't be).

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from cortiq_fcd.errors import CortiqError, UnsupportedModelError
 from cortiq_fcd.events import Event, StageEvent
 from cortiq_fcd.model.consumed import INFORMATIONAL_KEYS, NEUTRAL_VALUES
-from cortiq_fcd.model.plan import AttentionPlan, DeltaNetPlan, ModelPlan, plan_model
+from cortiq_fcd.model.mixers import AttentionPlan, DeltaNetPlan
+from cortiq_fcd.model.plan import ModelPlan, plan_model
 from cortiq_fcd.stages import pipeline
 from cortiq_fcd.stages.config import PolishConfig
 from tests.fixtures import LINEAR, Shape, Source, Tiny, tiny_text, tiny_tokenizer, write_arrays
