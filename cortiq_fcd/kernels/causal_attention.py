@@ -11,6 +11,7 @@ Source: Dao et al. 2022 (arXiv 2205.14135).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from cortiq_fcd.kernels.widen import widened
 
 # Query rows a block. Small blocks skip more of the masked half, large ones give the matrix products more to do.
 BLOCK_ROWS = 128
+# Logits of a block, which takes as many sequences as fit (at least one): more than a cache holds is slower.
+BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -60,13 +63,15 @@ def causal_attention_fwd(
     B, G, R, T, _ = q.shape
     out = q.new_empty(B, G, R, T, v.shape[-1])
     tops, totals = q.new_empty(B, G, R, T, 1), q.new_empty(B, G, R, T, 1)
-    for rows, keys, mask in _blocks(T, window, q.device):
-        logits = _logits(q, k, scale, softcap, rows, keys).masked_fill_(mask, -torch.inf)
-        top = torch.amax(logits, -1, keepdim=True, out=tops[..., rows, :])
-        weights = logits.sub_(top).exp_()
-        total = torch.sum(weights, -1, keepdim=True, out=totals[..., rows, :])
-        block = (weights.view(B, G, -1, weights.shape[-1]) @ v[:, :, keys]).view(B, G, R, -1, v.shape[-1])
-        torch.div(block, total, out=out[..., rows, :])
+    room = _room(q, window)
+    for block in _blocks(q, window):
+        batch, rows, keys = block.batch, block.rows, block.keys
+        merged = _logits(_rows(q, block) * scale, k, softcap, block, room)
+        logits = block.mask_(_by_head(merged, R))
+        top = torch.amax(logits, -1, keepdim=True, out=tops[batch, ..., rows, :])
+        logits.sub_(top).exp_()
+        total = torch.sum(logits, -1, keepdim=True, out=totals[batch, ..., rows, :])
+        torch.div(_by_head(merged @ v[batch, :, keys], R), total, out=out[batch, ..., rows, :])
     return out.to(dtype), Saved(q, k, v, out, tops, totals, scale, window, softcap, dtype)
 
 
@@ -74,45 +79,98 @@ def causal_attention_bwd(dout: Tensor, saved: Saved) -> Grads:
     """Gradients of causal_attention_fwd for dout [B, G, R, T, Dv]. Raises ValueError when dout has another shape."""
     if dout.shape != saved.out.shape:
         raise ValueError(f"causal_attention: dout {tuple(dout.shape)} and out {tuple(saved.out.shape)} don't meet")
-    q, k, v, scale = saved.q, saved.k, saved.v, saved.scale
-    B, G, R, T, D = q.shape
+    q, k, v, scale, R = saved.q, saved.k, saved.v, saved.scale, saved.q.shape[2]
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     # exp(logit - top) lacks the factor 1 / total; dout and delta carry it instead, which is a smaller pass.
     dout = widened(dout) / saved.total
     delta = torch.linalg.vecdot(dout, saved.out).unsqueeze(-1)
-    for rows, keys, mask in _blocks(T, saved.window, q.device):
-        logits = _logits(q, k, scale, saved.softcap, rows, keys)
-        slope = None if saved.softcap is None else 1 - (logits / saved.softcap).square_()
-        weights = logits.masked_fill_(mask, -torch.inf).sub_(saved.top[..., rows, :]).exp_()
-        weights = weights.view(B, G, -1, weights.shape[-1])
-        dout_rows = dout[..., rows, :].reshape(B, G, -1, dout.shape[-1])
-        dv[:, :, keys] += weights.mT @ dout_rows
-        dlogits = (dout_rows @ v[:, :, keys].mT).sub_(delta[..., rows, :].reshape(B, G, -1, 1)).mul_(weights)
+    room, second_room = _room(q, saved.window), _room(q, saved.window)
+    for block in _blocks(q, saved.window):
+        batch, rows, keys = block.batch, block.rows, block.keys
+        q_rows, dout_rows = _rows(q, block).mul(scale), _rows(dout, block)
+        weights = _logits(q_rows, k, saved.softcap, block, room)
+        slope = None if saved.softcap is None else 1 - (weights / saved.softcap).square_()
+        block.mask_(_by_head(weights, R)).sub_(saved.top[batch, ..., rows, :]).exp_()
+        dv[batch, :, keys] += weights.mT @ dout_rows
+        dlogits = _product(dout_rows, v[batch, :, keys].mT, second_room)
+        dlogits.sub_(_rows(delta, block)).mul_(weights)
         if slope is not None:
-            dlogits.mul_(slope.view(dlogits.shape))
-        dq[..., rows, :] = (dlogits @ k[:, :, keys]).view(B, G, R, -1, D)
-        dk[:, :, keys] += dlogits.mT @ q[..., rows, :].reshape(B, G, -1, D)
-    return Grads(dq.mul_(scale).to(saved.dtype), dk.mul_(scale).to(saved.dtype), dv.to(saved.dtype))
+            dlogits.mul_(slope)
+        dk[batch, :, keys] += dlogits.mT @ q_rows
+        torch.mul(_by_head(dlogits @ k[batch, :, keys], R), scale, out=dq[batch, ..., rows, :])
+    return Grads(dq.to(saved.dtype), dk.to(saved.dtype), dv.to(saved.dtype))
 
 
-def _blocks(T: int, window: int | None, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Query rows, the keys that they can see, and where a row must not look ([rows, keys], true = masked)."""
+@dataclass(frozen=True)
+class _Block:
+    """Sequences, their query rows and the keys that those can see; `bias` [rows, columns] masks the last columns."""
+
+    batch: slice
+    rows: slice
+    keys: slice
+    bias: Tensor
+
+    def mask_(self, logits: Tensor) -> Tensor:
+        """logits [.., rows, keys] with -inf where a row must not look. (An added bias is a far faster pass than a
+        masked fill.)"""
+        logits[..., -self.bias.shape[1] :] += self.bias
+        return logits
+
+
+def _blocks(q: Tensor, window: int | None) -> Iterator[_Block]:
+    B, T = q.shape[0], q.shape[3]
+    row_blocks = []
     for start in range(0, T, BLOCK_ROWS):
         stop = min(start + BLOCK_ROWS, T)
         first = 0 if window is None else max(0, start - window + 1)
-        t = torch.arange(start, stop, device=device)[:, None]
-        j = torch.arange(first, stop, device=device)
-        mask = j > t
-        if window is not None:
-            mask |= t - j >= window
-        yield slice(start, stop), slice(first, stop), mask
+        t = torch.arange(start, stop, device=q.device)[:, None]
+        # Without a window every row sees all keys before the block's own.
+        j = torch.arange(start if window is None else first, stop, device=q.device)
+        hidden = j > t if window is None else (j > t) | (t - j >= window)
+        bias = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        row_blocks.append((slice(start, stop), slice(first, stop), bias))
+    together = _together(q, window)
+    for b in range(0, B, together):
+        for rows, keys, bias in row_blocks:
+            yield _Block(slice(b, min(b + together, B)), rows, keys, bias)
 
 
-def _logits(q: Tensor, k: Tensor, scale: float, softcap: float | None, rows: slice, keys: slice) -> Tensor:
-    """Scaled and capped logits [B, G, R, rows, keys], before the mask."""
-    B, G, R, _, D = q.shape
-    block = (q[..., rows, :] * scale).reshape(B, G, -1, D) @ k[:, :, keys].mT
-    return _capped_(block, softcap).view(B, G, R, -1, block.shape[-1])
+def _sequence_logits(q: Tensor, window: int | None) -> int:
+    """Logits of the largest block of one sequence."""
+    _, G, R, T, _ = q.shape
+    rows = min(BLOCK_ROWS, T)
+    return G * R * rows * (T if window is None else min(T, rows + window - 1))
+
+
+def _together(q: Tensor, window: int | None) -> int:
+    """Sequences a block."""
+    return min(q.shape[0], max(1, BLOCK_BYTES // (_sequence_logits(q, window) * q.element_size())))
+
+
+def _room(q: Tensor, window: int | None) -> Tensor:
+    """Memory for one block's logits: a fresh allocation for each would cost as much as the product that fills it."""
+    return q.new_empty(_together(q, window) * _sequence_logits(q, window))
+
+
+def _product(a: Tensor, b: Tensor, room: Tensor) -> Tensor:
+    """a @ b for [b, G, rows, X] and [b, G, X, keys], in the memory of `room`."""
+    shape = (*a.shape[:-1], b.shape[-1])
+    return torch.matmul(a, b, out=room[: math.prod(shape)].view(shape))
+
+
+def _rows(x: Tensor, block: _Block) -> Tensor:
+    """The block's rows of x [B, G, R, T, X], query heads of a kv head one after the other: [b, G, R rows, X]."""
+    return x[block.batch, ..., block.rows, :].flatten(2, 3)
+
+
+def _by_head(x: Tensor, R: int) -> Tensor:
+    """[b, G, R rows, X] -> [b, G, R, rows, X]."""
+    return x.view(*x.shape[:2], R, -1, x.shape[-1])
+
+
+def _logits(q_rows: Tensor, k: Tensor, softcap: float | None, block: _Block, room: Tensor) -> Tensor:
+    """Capped logits [b, G, R rows, keys] of scaled query rows, before the mask."""
+    return _capped_(_product(q_rows, k[block.batch, :, block.keys].mT, room), softcap)
 
 
 def _capped_(logits: Tensor, softcap: float | None) -> Tensor:
