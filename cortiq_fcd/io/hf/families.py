@@ -75,9 +75,10 @@ _SPARSE = "only used by layers with experts, and those are refused"
 INFORMATIONAL: Mapping[str, str] = {
     **dict.fromkeys(("_name_or_path", "name_or_path", "transformers_version", "id2label", "label2id"), _LABEL),
     **dict.fromkeys(("model_type", "tokenizer_class", "torch_dtype", "dtype", "task_specific_params"), _LABEL),
-    **dict.fromkeys(("finetuning_task", "unsloth_version", "unsloth_fixed", "language", "base_config_key"), _LABEL),
+    **dict.fromkeys(("finetuning_task", "unsloth_version", "unsloth_fixed", "language", "is_llama_config"), _LABEL),
     **dict.fromkeys(("initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop"), _TRAINING),
     **dict.fromkeys(("output_router_logits", "router_aux_loss_coef", "problem_type"), _TRAINING),
+    **dict.fromkeys(("max_sequence_length", "transformers.js_config"), _RUNTIME),
     **dict.fromkeys(("use_cache", "pretraining_tp", "_attn_implementation", "attn_implementation"), _RUNTIME),
     **dict.fromkeys(("output_attentions", "output_hidden_states", "return_dict", "torchscript"), _RUNTIME),
     **dict.fromkeys(("_attn_implementation_autoset", "mamba_ssm_dtype", "use_bfloat16", "max_length"), _RUNTIME),
@@ -101,6 +102,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({},),
     "rope_interleaved": (False,),
+    "use_mrope": (False,),
 }
 # Beside a nested text_config: settings of the other parts of such a model, which a text never meets.
 _OUTER = "belongs to images or video, which are left out"
