@@ -115,9 +115,11 @@ def convert(
     with _intermediate(out, keep_intermediate, settings.output.force) as converted:
         written = planned.write(_free(inputs, converted, True), force=True)
         from cortiq_fcd.stages import pipeline  # imports torch: not before it is needed
+        from cortiq_fcd.stages.interrupt import Interruption
 
-        with make_listener(progress, sys.stderr, quiet=quiet, verbose=verbose) as listener:  # type: ignore[arg-type]
-            report = pipeline.run(converted, out, settings, listener)
+        listener = make_listener(progress, sys.stderr, quiet=quiet, verbose=verbose)  # type: ignore[arg-type]
+        with listener, Interruption().handling() as interruption:
+            report = pipeline.run(converted, out, settings, listener, interruption)
     document = _document(source, out, quant, planned, written)
     _tell({**document, **_polished(report, out, settings, converted if keep_intermediate else None)}, json)
 
