@@ -273,6 +273,40 @@ def test_a_polish_that_fails_leaves_no_intermediate(run: Run, model_dir: Path, t
     assert leftovers(tmp_path) == []
 
 
+class Terminator:
+    """A listener that has the process terminated at the third step."""
+
+    def __enter__(self) -> Terminator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __call__(self, event: Any) -> None:
+        if event.event == "step" and event.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_terminated_it_goes_on_with_the_same_command(
+    run: Run, model_dir: Path, tmp_path: Path, text: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, longer = tmp_path / "out.cmf", [*POLISH, "--steps", "6", *text]
+    assert run("convert", model_dir, out, *longer).code == 0
+    expected = out.read_bytes()
+    out.unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr("cortiq_fcd.display.make_listener", lambda *_, **__: Terminator())
+        stopped = run("convert", model_dir, out, *longer)
+    assert stopped.code == exits.TERMINATED
+    assert "convert" in stopped.err
+    assert not out.exists()
+    assert leftovers(tmp_path) == []
+    again = run("convert", model_dir, out, *longer, "--progress", "json")
+    steps = [json.loads(line) for line in again.err.splitlines() if '"step"' in line]
+    assert steps[0]["step"] == 4
+    assert out.read_bytes() == expected
+
+
 # export
 
 

@@ -7,26 +7,32 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from cortiq_fcd.cli import exits
 from cortiq_fcd.io.hf.directory import open_directory
 from cortiq_fcd.io.hf.exporting import plan_export
 from cortiq_fcd.io.hf.importing import plan_import
 from cortiq_fcd.io.hf.writing import write_export
 from cortiq_fcd.io.layout import DType
 from cortiq_fcd.io.reader import open_model
+from cortiq_fcd.io.tokenizer import load_tokenizer
 from cortiq_fcd.model.conversion import Conversion
 from cortiq_fcd.model.plan import plan_model
 from cortiq_fcd.model.replica import hidden_states, new_replica
 from cortiq_fcd.model.weights import load_weights
+from tests.io.small_hf_model import llama_arrays, write_directory
 from tests.oracles import cmf_reader
+from tests.tiny_model import write_ids
 
 transformers = pytest.importorskip("transformers", "5.24", reason="the other implementation needs transformers 5.24")
 
@@ -195,3 +201,37 @@ def test_both_ways(name: str, tmp_path: Path) -> None:
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert (their_logits(loaded.eval(), ids) - expected).abs().max() < LOGITS_ABSOLUTE
+
+
+def test_polished_weights_are_used_elsewhere(tmp_path: Path) -> None:
+    """convert --polish, export, and transformers: the logits of the polished file with exact attention."""
+    write_directory(tmp_path / "hf")
+    corpus = f"--corpus {write_ids(tmp_path / 'train.npy', 2000)} --val-corpus {write_ids(tmp_path / 'val.npy', 400)}"
+    kernel = "--o1 all --o1-window 2 --o1-m 4 --o1-sink 0"
+    recipe = "--seq 32 --steps 20 --batch 1 --lr 1e-3 --no-gate --threads 1 --progress none"
+    before = signal.getsignal(signal.SIGTERM)
+    for command in (
+        f"convert {tmp_path / 'hf'} {tmp_path / 'out.cmf'} --polish {corpus} {kernel} {recipe}",
+        f"export {tmp_path / 'out.cmf'} {tmp_path / 'back'}",
+    ):
+        assert exits.run(command.split()) == 0
+    signal.signal(signal.SIGTERM, before)
+    cmf_reader.read(tmp_path / "out.cmf")
+    ids = torch.randint(64, (2, 64), generator=torch.Generator().manual_seed(6))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
+    assert (their_logits(loaded, ids) - our_logits(tmp_path / "out.cmf", ids)).abs().max() < LOGITS_ABSOLUTE
+    name = "model.layers.1.mlp.up_proj.weight"
+    with open_model(tmp_path / "out.cmf") as polished:
+        change = np.abs(polished.decode(name) - llama_arrays()[name]).max()
+    assert change > 2e-3  # trained, so that there was something to keep
+
+
+def test_the_tokenizer_comes_back(tmp_path: Path) -> None:
+    data = Path(__file__).resolve().parents[1] / "cortiq_fcd" / "data"
+    assert exits.run(["export", str(data / "demo.cmf"), str(tmp_path / "demo")]) == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "demo")
+    with open_model(data / "demo.cmf") as model:
+        ours = load_tokenizer(model)
+    text = (data / "austen.txt").read_text("utf-8")[:50_000] + "  \t naïve\u3000文字 123<|endoftext|>"
+    assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text).tolist()
+    assert theirs.eos_token_id == 0
