@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from cortiq_fcd.errors import CmfFormatError, ConfigError, NonFiniteWeightsError, UnsupportedModelError
+from cortiq_fcd.errors import CmfFormatError, ConfigError, CortiqError, NonFiniteWeightsError, UnsupportedModelError
 from cortiq_fcd.io.hf.directory import open_directory
 from cortiq_fcd.io.hf.families import FAMILIES, INFORMATIONAL, NEUTRAL, OUTER_INFORMATIONAL, describe
 from cortiq_fcd.io.hf.importing import Import, plan_import
@@ -343,6 +345,46 @@ def test_settings_that_are_no_json_are_refused(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": NaN}', encoding="utf-8")
     with pytest.raises(CmfFormatError, match="generation_config"):
         planned(folder)
+
+
+def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    folder = write_directory(tmp_path)
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "\\ud800"}', encoding="utf-8")
+    with pytest.raises(CmfFormatError, match="surrogate"):
+        planned(folder)
+
+
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.sampled_from([0, 1, 2, 8, -1, 2**40, 10**400])
+    | st.floats(allow_nan=False)
+    | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=4,
+)
+ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+HYBRID = {**NEXT, "model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * 8, "linear_num_key_heads": 16}
+KEYS = sorted({*LLAMA, *HYBRID, *NEUTRAL, "head_dim", "sliding_window", "use_sliding_window", "max_window_layers"})
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    base=st.sampled_from([LLAMA, MISTRAL, QWEN2, QWEN3, NEXT, HYBRID]),
+    changed=st.dictionaries(
+        st.sampled_from([*KEYS, "rope_theta", "rope_scaling", "text_config"]), JSON_VALUES, max_size=3
+    ),
+    rope=st.dictionaries(st.sampled_from([*ROPE, "type", "rope_theta", "truncate", "mscale"]), JSON_VALUES, max_size=3),
+)
+def test_any_config_is_understood_or_has_a_typed_error(
+    base: dict[str, Any], changed: dict[str, Any], rope: dict[str, Any]
+) -> None:
+    config = {**base, "rope_parameters": {**ROPE, **rope}, **changed}
+    try:
+        described = describe(json.loads(json.dumps(config)))
+    except CortiqError:
+        return
+    json.dumps(described.arch, allow_nan=False)
 
 
 def test_every_family_has_a_name_of_transformers() -> None:

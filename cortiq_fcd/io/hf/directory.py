@@ -90,7 +90,7 @@ def _text_settings(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     sources = [_optional(path / "generation_config.json"), config, inner if isinstance(inner, dict) else {}]
     ids = {kind: _token_ids(f"{kind}_token", sources, tokenizer) for kind in ("eos", "bos", "pad")}
     found = {
-        "chat_template": _chat_template(path, tokenizer),
+        "chat_template": _require_text(_chat_template(path, tokenizer), path),
         "eos_token_ids": ids["eos"],
         "bos_token_id": ids["bos"][0] if ids["bos"] else None,
         "pad_token_id": ids["pad"][0] if ids["pad"] else None,
@@ -131,3 +131,12 @@ def _chat_template(path: Path, tokenizer: Mapping[str, Any]) -> str | None:
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
+
+
+def _require_text(text: str | None, path: Path) -> str | None:
+    """The text, if it can be written: JSON's escapes can hold halves of characters."""
+    try:
+        (text or "").encode("utf-8")
+    except UnicodeEncodeError:
+        raise CmfFormatError(path / "tokenizer_config.json", "chat_template holds half of a surrogate pair") from None
+    return text

@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 from cortiq_fcd.errors import UnsupportedModelError
 from cortiq_fcd.io.hf.jsonfile import Settings
-from cortiq_fcd.io.hf.rotary import RECORD, arch_keys, rope_settings
+from cortiq_fcd.io.hf.rotary import RECORD, RECORDED_KEYS, arch_keys, rope_settings
 
 MISTRAL_WINDOW = 4096  # transformers' default when a Mistral config has no sliding_window at all
+MOST = 65536  # layers, and sizes of a head: lists are made that long, and a hostile number would fill the memory
 
 Biases = Literal["none", "qkv", "as attention_bias says"]
 
@@ -167,8 +168,9 @@ def _check_architectures(settings: Settings) -> None:
 
 
 def _described(settings: Settings, family: Family, tied: bool | None) -> Described:
-    layers, heads, hidden = (settings.size(k) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
-    head_dim = settings.size("head_dim", family.head_dim or max(1, hidden // heads))
+    layers = settings.size("num_hidden_layers", most=MOST)
+    heads, hidden = settings.size("num_attention_heads"), settings.size("hidden_size")
+    head_dim = settings.size("head_dim", family.head_dim or max(1, hidden // heads), most=MOST)
     positions = settings.size("max_position_embeddings", 32768)
     rope = rope_settings(settings, family.partial_rotary_factor)
     if not family.delta and rope["partial_rotary_factor"] != 1:
@@ -241,7 +243,7 @@ def _given_kinds(
             settings.refuse("layer_types", f"a {family.model_type} model gives all its layers the same attention")
         return derived
     for i, kind in enumerate(given):
-        if kind not in allowed:
+        if not isinstance(kind, str) or kind not in allowed:
             settings.refuse(
                 f"layer_types[{i}]", f"{str(kind)[:80]!r} can't be; expected {' or '.join(sorted(allowed))}"
             )
@@ -281,7 +283,7 @@ def _biases(settings: Settings, family: Family) -> tuple[str, ...]:
 
 def record(rope: Mapping[str, Any]) -> dict[str, Any] | None:
     """What a CMF header keeps of the rope settings, for a way back; None where `arch` says it all."""
-    return {RECORD: dict(rope)} if rope["rope_type"] == "llama3" else None
+    return {RECORD: {key: rope[key] for key in RECORDED_KEYS if key in rope}} if rope["rope_type"] == "llama3" else None
 
 
 def require_tied(tied: bool | None, has_head: bool) -> bool:

@@ -75,17 +75,17 @@ class Settings:
         value = self._left.pop(key, default)
         if value is None:
             raise UnsupportedModelError(self.where + key, f"the key is missing; expected {kind.__name__}")
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and value.bit_length() < 1024:  # more is no float
             value = float(value)
         if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
             raise UnsupportedModelError(self.where + key, f"expected {kind.__name__}, got {str(value)[:80]!r}")
         return value
 
-    def size(self, key: str, default: int | None = None) -> int:
+    def size(self, key: str, default: int | None = None, *, most: int = (1 << 32) - 1) -> int:
         """A positive whole number."""
         value: int = self.take(key, int, default)
-        if not 1 <= value < 1 << 32:
-            raise UnsupportedModelError(self.where + key, f"expected a positive size, got {value}")
+        if not 1 <= value <= most:
+            raise UnsupportedModelError(self.where + key, f"expected 1 to {most}, got {value}")
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:

@@ -15,6 +15,10 @@ from cortiq_fcd.errors import UnsupportedModelError
 from cortiq_fcd.io.hf.jsonfile import Settings
 
 RECORD = "rope_parameters"  # key of provenance.huggingface: the settings that the factors were made from
+RECORDED_KEYS = (
+    *("rope_type", "rope_theta", "partial_rotary_factor", "factor"),
+    *("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+)
 
 _IGNORED = {
     "mrope_section": "positions of a text are the same on all axes, so how they share the frequencies has no effect",
@@ -58,6 +62,8 @@ def arch_keys(rope: Mapping[str, Any], head_dim: int, max_positions: int, outer_
     kind = settings.take("rope_type", str)
     theta, partial = settings.positive("rope_theta"), settings.positive("partial_rotary_factor")
     found: dict[str, Any] = {"rope_theta": theta, "partial_rotary_factor": partial}
+    if partial > 1:
+        settings.refuse("partial_rotary_factor", f"expected at most 1, got {partial}")
     half = max(2, math.floor(head_dim * partial)) // 2
     if kind == "linear":
         found["rope_freq_factors"] = [settings.positive("factor")] * half
@@ -67,7 +73,10 @@ def arch_keys(rope: Mapping[str, Any], head_dim: int, max_positions: int, outer_
         if type(original) is not int or original < 1:
             settings.refuse("original_max_position_embeddings", f"expected a positive size, got {original!r}")
         if kind == "llama3":
-            found["rope_freq_factors"] = _llama3_factors(settings, theta, half, original)
+            try:
+                found["rope_freq_factors"] = _llama3_factors(settings, theta, half, original)
+            except (OverflowError, ZeroDivisionError):
+                settings.refuse("rope_theta", f"frequencies of {theta} are no finite numbers")
         else:
             found["yarn"] = _yarn(settings, original, max_positions)
     elif kind != "default":
