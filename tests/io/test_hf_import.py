@@ -273,6 +273,32 @@ def test_dtypes(tmp_path: Path, quant: str, dtype: str) -> None:
     assert verify_model(tmp_path / "out.cmf") == []
 
 
+def bfloat16_directory(folder: Path) -> dict[str, np.ndarray]:
+    """Bits of bf16 weights by name, in a directory that says so."""
+    bits = {name: (array.view(np.uint32) >> 16).astype(np.uint16) for name, array in llama_arrays().items()}
+    write_directory(folder, LLAMA, bits)
+    path = folder / "model.safetensors"
+    data = path.read_bytes().replace(b'"U16"', b'"BF16"')
+    added = len(data) - path.stat().st_size
+    path.write_bytes((int.from_bytes(data[:8], "little") + added).to_bytes(8, "little") + data[8:])
+    return bits
+
+
+def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:
+    bits = bfloat16_directory(tmp_path / "hf")
+    for quant in ("bf16", "f16", "q8_row", "f32"):
+        planned(tmp_path / "hf", quant).write(tmp_path / "out.cmf", force=True)
+        with open_model(tmp_path / "out.cmf") as model:
+            for name, expected in bits.items():
+                record = model.tensors[name]
+                if len(record.shape) == 1:
+                    assert record.dtype == (DType.F32 if quant == "f32" else DType.BF16)
+                if record.dtype == DType.BF16:
+                    assert np.array_equal(model.raw(name).view(np.uint16), expected.reshape(-1))
+                exact = (expected.astype(np.uint32) << 16).view(np.float32)
+                assert np.abs(model.decode(name) - exact).max() <= {"f16": 3e-4, "q8_row": 3e-3}.get(quant, 0)
+
+
 def test_vbit_is_the_kind_with_offsets() -> None:
     assert parse_quant("vbit") == DType.VBIT_RO
     with pytest.raises(ConfigError, match="q3") as caught:
