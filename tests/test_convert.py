@@ -269,6 +269,8 @@ def test_a_polish_that_fails_leaves_no_intermediate(run: Run, model_dir: Path, t
     np.save(tmp_path / "short.npy", np.arange(8))
     ran = run("convert", model_dir, tmp_path / "out.cmf", *POLISH, "--corpus", tmp_path / "short.npy")
     assert (ran.code, ran.out) == (5, "")
+    assert run("convert", model_dir, tmp_path / "out.cmf", *POLISH, "--corpus", tmp_path / "no.txt").code == 5
+    assert run("convert", model_dir, tmp_path / "out.cmf", *POLISH, "--teacher", tmp_path / "no.cmf").code == 2
     assert not (tmp_path / "out.cmf").exists()
     assert leftovers(tmp_path) == []
 

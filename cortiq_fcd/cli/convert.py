@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from cortiq_fcd.cli.settings import FLAG_OF, Flags, resolve, takes_settings
-from cortiq_fcd.errors import ConfigError
+from cortiq_fcd.errors import ConfigError, CorpusError
 
 if TYPE_CHECKING:
     from cortiq_fcd.io.hf.importing import Import
@@ -103,7 +103,7 @@ def convert(
     if progress not in KINDS:
         raise ConfigError(f"--progress {progress!r} is not known", hint=f"one of {', '.join(KINDS)}")
     settings = resolve(flags, config)
-    planned = _plan(source, quant, settings, marked="o1.layers" in flags and not settings.train.polish_only)
+    planned = _plan(source, quant, settings, marked=settings.o1.layers is not None and not settings.train.polish_only)
     if not quiet:
         _note(*planned.notes, as_events=progress == "json")
     inputs = sorted({tensor.stored.path for tensor in planned.tensors.values()})
@@ -112,6 +112,7 @@ def convert(
         _tell(_document(source, out, quant, planned, written), json)
         return
     check_output_path(inputs, out, settings.output.force or _announced(out))
+    _check_texts(settings)
     with _intermediate(out, keep_intermediate, settings.output.force) as converted:
         written = planned.write(_free(inputs, converted, True), force=True)
         from cortiq_fcd.stages import pipeline  # imports torch: not before it is needed
@@ -185,6 +186,15 @@ def _plan(source: Path, quant: str, settings: PolishConfig, *, marked: bool) -> 
         model, None, layers=o1.layers, m=o1.m, w=o1.w, sink=o1.sink, prefill=None, seq=long
     )
     return plan_import(directory, dtype, conversion.record()).with_notes(notes)
+
+
+def _check_texts(settings: PolishConfig) -> None:
+    """Before a conversion that may take long: are the files there that the polish behind it will read?"""
+    for path in filter(None, (settings.corpus.train, settings.corpus.val)):
+        if not path.is_file():
+            raise CorpusError(f"{path}: there is no such file", hint="give a text file, or token ids as .npy or .json")
+    if settings.train.teacher is not None and not settings.train.teacher.is_file():
+        raise ConfigError(f"--teacher {settings.train.teacher}: there is no such file")
 
 
 def _free(inputs: Sequence[Path], out: Path, force: bool) -> Path:
