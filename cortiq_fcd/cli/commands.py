@@ -43,6 +43,12 @@ Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="say nothing but erro
 Verbose = Annotated[
     bool, typer.Option("-v", "--verbose", help="a plain line for every step; default: off", show_default=False)
 ]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="tell layers, memory, disk and time; write nothing; default: off", show_default=False
+    ),
+]
 
 
 @app.callback()
@@ -65,6 +71,7 @@ def polish(
     json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
+    dry_run: DryRun = False,
     *,
     flags: Flags,
 ) -> None:
@@ -72,6 +79,11 @@ def polish(
     listener = _listener(progress, quiet, verbose)
     settings = resolve(flags, config)
     _must_exist(source)
+    if dry_run:
+        from cortiq_fcd.cli.forecast import forecast_command
+
+        forecast_command(source, out, settings, listener, as_json=json)
+        return
     from cortiq_fcd.stages import pipeline
     from cortiq_fcd.stages.interrupt import Interruption
 

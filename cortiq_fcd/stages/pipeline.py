@@ -14,10 +14,11 @@ from cortiq_fcd.events import DoneEvent, Listener, ignore
 from cortiq_fcd.io.reader import CmfModel, open_model
 from cortiq_fcd.io.writer import WrittenFile
 from cortiq_fcd.model.replica import Replica
-from cortiq_fcd.stages import dequantize, evaluate, gate, polish, provenance, replica, store
+from cortiq_fcd.stages import dequantize, estimate, evaluate, gate, polish, provenance, replica, store
 from cortiq_fcd.stages.artefacts import Before, Comparison, Figures, Gate, Judgement, Stored, Trained
 from cortiq_fcd.stages.checkpoint import Checkpoint
 from cortiq_fcd.stages.config import PolishConfig
+from cortiq_fcd.stages.estimate import Forecast
 from cortiq_fcd.stages.identity import check_unchanged
 from cortiq_fcd.stages.interrupt import Interruption
 from cortiq_fcd.stages.keeper import CheckpointKeeper
@@ -52,6 +53,7 @@ def run(
     device = choose_device(config.compute)
     with open_model(source) as model:
         job = prepare(model, out, config, device, progress)
+        estimate.check_memory(job.sizes, device)
         with job.checkpoints.at_work():
             report, diverged = _polish(job, model, out, config, device, interruption, progress)
     listener(DoneEvent(outcome=report.outcome, output=str(out), report=str(job.report_path), sentence=sentence(report)))
@@ -60,6 +62,26 @@ def run(
             f"{_DIVERGED}. The best state so far (step {report.best_step}) was written to {out}", hint=_CALMER
         )
     return report
+
+
+def dry_run(source: Path, out: Path, config: PolishConfig, listener: Listener = ignore) -> Forecast:
+    """What `run` would do and need. All checks of `run` are made; nothing is written. Raises as `run` does."""
+    progress = Progress(listener)
+    device = choose_device(config.compute)
+    with open_model(source) as model:
+        job = prepare(model, out, config, device, progress)
+        found = job.checkpoints.find().checkpoint if config.output.resume is not False else None
+        needed = estimate.memory(job.sizes, device)
+        return Forecast(
+            layers=list(job.conversion.layers),
+            trainable_params=job.sizes.trained,
+            resumes_after_step=found.state.record.step if found else None,
+            memory=needed,
+            disk=estimate.disk(job.sizes, out, job.out_bytes),
+            time=estimate.duration(job.sizes, device),
+            fits="" if needed.fits else estimate.what_fits(job.sizes, device),
+            warnings=progress.notes,
+        )
 
 
 def _polish(

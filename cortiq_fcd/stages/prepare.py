@@ -13,7 +13,7 @@ from cortiq_fcd.io.reader import CmfModel, open_model
 from cortiq_fcd.io.writer import check_free_space, check_output_path, expected_bytes
 from cortiq_fcd.model.conversion import Conversion, resolve_conversion
 from cortiq_fcd.model.plan import ModelPlan, plan_model
-from cortiq_fcd.stages import evaluate, gate, store
+from cortiq_fcd.stages import estimate, evaluate, gate, store
 from cortiq_fcd.stages.checkpoint import Checkpoints, folder_of
 from cortiq_fcd.stages.config import PolishConfig
 from cortiq_fcd.stages.identity import Stamp, contents, run_identity, stamp
@@ -34,6 +34,8 @@ class Job:
     report_path: Path
     stamp: Stamp
     checkpoints: Checkpoints
+    sizes: estimate.Sizes
+    out_bytes: int
 
 
 def prepare(model: CmfModel, out: Path, config: PolishConfig, device: torch.device, progress: Progress) -> Job:
@@ -48,7 +50,7 @@ def prepare(model: CmfModel, out: Path, config: PolishConfig, device: torch.devi
     plan = plan_model(model)
     conversion = _conversion(config, plan, model, progress)
     teacher_plan, teacher_contents = _teacher(config, plan, model, progress)
-    _check_disk(config, plan, conversion, model, out)
+    out_bytes = _check_disk(config, plan, conversion, model, out)
     corpus = _corpus(config, model, progress)
     prompts = gate.select_prompts(config.gate, corpus.val, conversion)
     if prompts.skipped and config.gate.require_pass:
@@ -61,7 +63,22 @@ def prepare(model: CmfModel, out: Path, config: PolishConfig, device: torch.devi
     windows = evaluate.select_windows(config.train, corpus.val, prompts.offsets, gate.PROMPT_TOKENS)
     checkpoints = Checkpoints(out, run_identity(model, teacher_contents, corpus, conversion, config, device))
     check_output_path(inputs, out, config.output.force or is_own(out, checkpoints))
-    return Job(plan, teacher_plan, conversion, corpus, prompts, windows, report_path, stamped, checkpoints)
+    sizes = estimate.Sizes(
+        plan, teacher_plan, conversion, config.train, len(prompts.offsets), gate.PROMPT_TOKENS, gate.NEW_TOKENS
+    )
+    return Job(
+        plan,
+        teacher_plan,
+        conversion,
+        corpus,
+        prompts,
+        windows,
+        report_path,
+        stamped,
+        checkpoints,
+        sizes,
+        out_bytes,
+    )
 
 
 def is_own(out: Path, checkpoints: Checkpoints) -> bool:
@@ -104,11 +121,13 @@ def _teacher(
         return teacher_plan, contents(teacher)
 
 
-def _check_disk(config: PolishConfig, plan: ModelPlan, conversion: Conversion, model: CmfModel, out: Path) -> None:
-    """ResourceError if OUT would not fit where it goes."""
+def _check_disk(config: PolishConfig, plan: ModelPlan, conversion: Conversion, model: CmfModel, out: Path) -> int:
+    """Size of OUT in bytes; ResourceError if it would not fit where it goes."""
     names = [name for i in conversion.layers for name in plan.layers[i].trainable]
     dtypes = {name: store.stored_dtype(config.output, plan.shapes[name]) for name in names}
-    check_free_space(out, expected_bytes(model, header=model.header, replace=dtypes))
+    nbytes = expected_bytes(model, header=model.header, replace=dtypes)
+    check_free_space(out, nbytes)
+    return nbytes
 
 
 def _corpus(config: PolishConfig, model: CmfModel, progress: Progress) -> Corpus:

@@ -1,0 +1,67 @@
+"""`polish --dry-run`: what a polish would do and need, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cortiq_fcd.display import figures
+from cortiq_fcd.display.guard import Guarded
+from cortiq_fcd.errors import ResourceError
+from cortiq_fcd.stages.config import PolishConfig
+
+if TYPE_CHECKING:
+    from cortiq_fcd.stages.estimate import Forecast
+
+MEMORY = {
+    "process": "program and libraries",
+    "frozen": "weights",
+    "teacher": "weights of the teacher file",
+    "masters": "masters",
+    "gradient": "gradient",
+    "moments": "optimizer moments",
+    "best": "best state",
+    "activations": "activations of a step",
+    "logits": "  of these, logits at most",
+    "checkpoint_copy": "copy for a checkpoint",
+    "evaluation": "evaluation",
+}
+
+
+def forecast_command(source: Path, out: Path, settings: PolishConfig, listener: Guarded, *, as_json: bool) -> None:
+    """Print the forecast. ResourceError, after it, if the run would not fit."""
+    from cortiq_fcd.stages import pipeline
+
+    with listener:
+        forecast = pipeline.dry_run(source, out, settings, listener)
+    if as_json:
+        sys.stdout.write(json.dumps(asdict(forecast), indent=2) + "\n")
+    else:
+        sys.stdout.write("".join(f"{line}\n" for line in _lines(forecast)))
+    if forecast.fits:
+        raise ResourceError("this polish would not fit into memory", hint=forecast.fits)
+
+
+def _lines(forecast: Forecast) -> Iterator[str]:
+    memory, disk, time = forecast.memory, forecast.disk, forecast.time
+    yield f"layers trained       {len(forecast.layers)}: {figures.layers(forecast.layers)}"
+    yield f"weights trained      {forecast.trainable_params:,}"
+    if forecast.resumes_after_step is not None:
+        yield f"would go on          after step {forecast.resumes_after_step}"
+    yield f"memory, at most      {figures.size(memory.peak)}"
+    for name, words in MEMORY.items():
+        if nbytes := getattr(memory, name):
+            yield f"  {words:27}{figures.size(nbytes)}"
+    if memory.available is not None:
+        more, in_use = figures.size(memory.available), figures.size(memory.in_use)
+        yield f"memory available     {more} more than the {in_use} in use"
+    yield f"disk                 OUT {figures.size(disk.out)}, checkpoints at most {figures.size(disk.checkpoints)}"
+    yield f"disk free            {figures.size(disk.free)}"
+    yield f"time, about          {figures.duration(time.total)} on this machine as busy as it is now"
+    yield f"  a step             {figures.duration(time.step)}"
+    yield f"  a validation       {figures.duration(time.validation + time.gate)}, with the gate"
+    yield f"  before and after   {figures.duration(time.before)} and {figures.duration(time.after)}"
