@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cortiq_fcd.errors import CmfFormatError, ConfigError, CortiqError, NonFiniteWeightsError, UnsupportedModelError
+from cortiq_fcd.io.hf import encoding
 from cortiq_fcd.io.hf.directory import open_directory
 from cortiq_fcd.io.hf.families import FAMILIES, INFORMATIONAL, NEUTRAL, OUTER_INFORMATIONAL, describe
 from cortiq_fcd.io.hf.importing import Import, plan_import
@@ -297,6 +298,32 @@ def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:
                     assert np.array_equal(model.raw(name).view(np.uint16), expected.reshape(-1))
                 exact = (expected.astype(np.uint32) << 16).view(np.float32)
                 assert np.abs(model.decode(name) - exact).max() <= {"f16": 3e-4, "q8_row": 3e-3}.get(quant, 0)
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("block", [1, 100, 64 * 5, 64 * 64])
+def test_blocks_of_rows_give_the_bytes_of_the_whole(
+    tmp_path: Path, quant: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {**LLAMA, "intermediate_size": 160}
+    arrays = llama_arrays(config)
+    arrays["model.embed_tokens.weight"][7] = 0
+    plan = planned(write_directory(tmp_path / "hf", config, arrays), quant)
+    plan.write(tmp_path / "whole.cmf", force=False)
+    monkeypatch.setattr(encoding, "BLOCK_WEIGHTS", block)
+    plan.write(tmp_path / "blocks.cmf", force=False)
+    assert (tmp_path / "blocks.cmf").read_bytes() == (tmp_path / "whole.cmf").read_bytes()
+
+
+def test_errors_in_blocks_tell_the_place_in_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "BLOCK_WEIGHTS", 100)
+    arrays = llama_arrays()
+    arrays["model.layers.1.mlp.up_proj.weight"][50, 3] = 1e5
+    with pytest.raises(ConfigError, match=f"index {50 * 64 + 3}"):
+        planned(write_directory(tmp_path / "a", LLAMA, arrays)).write(tmp_path / "a.cmf", force=False)
+    arrays["model.layers.1.mlp.up_proj.weight"][50, 3] = np.nan
+    with pytest.raises(NonFiniteWeightsError, match=f"index {50 * 64 + 3}"):
+        planned(write_directory(tmp_path / "b", LLAMA, arrays), "q8_row").write(tmp_path / "b.cmf", force=False)
 
 
 def test_vbit_is_the_kind_with_offsets() -> None:

@@ -7,6 +7,7 @@
     families.py      which architectures there are: their defaults, and what their config.json says in CMF's words
     names.py         the tensors of a model in the order of execution, and where in the directory they lie
     quantization.py  which dtype a tensor gets
+    encoding.py      large matrices, encoded block by block
     importing.py     a directory as the plan of a CMF file
     exporting.py     a CMF file as the plan of a directory
     writing.py       that plan, written

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
+
 from cortiq_fcd.io import layout, writer
 from cortiq_fcd.io.hf.directory import HfDirectory
+from cortiq_fcd.io.hf.encoding import weights_or_payload
 from cortiq_fcd.io.hf.families import describe, record
 from cortiq_fcd.io.hf.names import Placed, place
 from cortiq_fcd.io.hf.quantization import Chosen, choose
-from cortiq_fcd.io.hf.safetensors import Weights
 from cortiq_fcd.io.layout import DType
 
 RECORDED = "huggingface"  # key of provenance
@@ -39,9 +42,10 @@ class Import:
         """Write it, one tensor in memory at a time; errors as `writer.create_model`, and those of `Placed.read`."""
         return writer.create_model(out, header=self.header, tensors=self._payloads(), vocab=self.vocab, force=force)
 
-    def _payloads(self) -> Iterator[tuple[str, DType, tuple[int, ...], Callable[[], Weights]]]:
+    def _payloads(self) -> Iterator[tuple[str, DType, tuple[int, ...], Callable[[], npt.NDArray[Any]]]]:
         for name, tensor in self.tensors.items():
-            yield name, self.dtypes[name].dtype, tensor.shape, tensor.read
+            dtype = self.dtypes[name].dtype
+            yield name, dtype, tensor.shape, partial(weights_or_payload, tensor, dtype)
 
 
 def plan_import(directory: HfDirectory, quant: DType, o1: Mapping[str, Any] | None = None) -> Import:

@@ -48,12 +48,37 @@ class StoredTensor:
         UnsupportedModelError for a dtype that holds no plain floats; NonFiniteWeightsError for an f64 beyond f32;
         CmfFormatError when the file became shorter. NaN and Inf come through.
         """
+        return self._read(0, math.prod(self.shape)).reshape(self.shape)
+
+    def read_rows(self, start: int, stop: int) -> Weights:
+        """Rows `start` to `stop` (not included) of a matrix, as `read`."""
+        cols = self.shape[1]
+        return self._read(start * cols, stop * cols).reshape(-1, cols)
+
+    def pieces(self, start_bytes: int = 0, stop_bytes: int | None = None) -> Iterator[memoryview]:
+        """Bytes of the payload, counted from its start, through one buffer that each piece overwrites."""
+        stop_bytes = self.nbytes if stop_bytes is None else stop_bytes
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, stop_bytes - start_bytes)))
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset_bytes + start_bytes)
+                for at in range(start_bytes, stop_bytes, CHUNK_BYTES):
+                    piece = buffer[: min(CHUNK_BYTES, stop_bytes - at)]
+                    if file.readinto(piece) != len(piece):
+                        raise CmfFormatError(self.path, "the file became shorter", tensor=self.name)
+                    yield piece
+        except OSError as error:
+            raise ConfigError(f"{self.path}: can't be read: {error.strerror}") from error
+
+    def _read(self, start: int, stop: int) -> Weights:
+        """The weights from one flat index to another."""
         if self.dtype not in FLOATS:
             hint = "convert the unquantised model" if self.dtype.startswith("F8") else ""
             raise UnsupportedModelError(self.name, f"{self.dtype} weights can't be read ({self.path.name})", hint=hint)
-        weights = np.empty(math.prod(self.shape), np.float32)
+        weights = np.empty(stop - start, np.float32)
+        item = np.dtype(FLOATS[self.dtype]).itemsize
         at = 0
-        for piece in self.pieces():
+        for piece in self.pieces(start * item, stop * item):
             block = np.frombuffer(piece, FLOATS[self.dtype])
             target = weights[at : at + block.size]
             if self.dtype == "BF16":
@@ -61,23 +86,9 @@ class StoredTensor:
             else:
                 with np.errstate(over="ignore", under="ignore"):
                     target[...] = block
-                self._refuse_overflow(block, target, at)
+                self._refuse_overflow(block, target, start + at)
             at += block.size
-        return weights.reshape(self.shape)
-
-    def pieces(self) -> Iterator[memoryview]:
-        """The payload's bytes, through one buffer that each piece overwrites."""
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, self.nbytes)))
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset_bytes)
-                for start in range(0, self.nbytes, CHUNK_BYTES):
-                    piece = buffer[: min(CHUNK_BYTES, self.nbytes - start)]
-                    if file.readinto(piece) != len(piece):
-                        raise CmfFormatError(self.path, "the file became shorter", tensor=self.name)
-                    yield piece
-        except OSError as error:
-            raise ConfigError(f"{self.path}: can't be read: {error.strerror}") from error
+        return weights
 
     def _refuse_overflow(self, source: npt.NDArray[Any], target: Weights, at: int) -> None:
         if self.dtype == "F64":
