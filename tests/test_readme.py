@@ -39,7 +39,12 @@ def test_the_exit_codes_are_the_programs() -> None:
 def test_every_flag_that_is_mentioned_exists() -> None:
     from cortiq_fcd.cli.settings import SETTINGS
 
-    known = {flag for setting in SETTINGS for flag in setting.flag.split("/")} | {"--config", "--json", "--progress"}
+    known = {flag for setting in SETTINGS for flag in setting.flag.split("/")} | {
+        "--config",
+        "--json",
+        "--progress",
+        "--dry-run",
+    }
     assert set(re.findall(r"--[a-z][a-z0-9-]*", README)) <= known | {"--help"}
 
 

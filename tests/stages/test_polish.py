@@ -287,3 +287,71 @@ def test_moments_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(polish, "new_moments", making)
     polish.run(CONFIG, network(), TRAIN, VAL, None, ignore)
     assert [m.steps for m in made] == [CONFIG.steps]
+
+
+# Losses and validations that are not finite
+
+
+def losing(loss: Loss) -> Callable[..., Loss]:
+    """`loss_and_gradient`, telling another loss."""
+
+    def told(replica: Replica, *args: Any) -> Loss:
+        loss_and_gradient(replica, *args)
+        return loss
+
+    return told
+
+
+@pytest.mark.parametrize(("ce", "kl"), [(math.nan, 0.1), (2.0, math.inf)])
+def test_a_loss_that_is_not_finite_skips_the_step(ce: float, kl: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = network()
+    moments = new_moments(replica.masters.flat)
+    before = replica.masters.flat.clone()
+    monkeypatch.setattr(polish, "loss_and_gradient", losing(Loss(ce, kl, torch.empty(0))))
+    step = polish.train_step(CONFIG, replica, moments, TRAIN, [5, 80], 1)
+    assert (step.skipped, step.why) == (True, "the loss is not finite")
+    assert torch.equal(replica.masters.flat, before)
+    assert moments.steps == 0
+
+
+def test_a_gradient_that_vanished_in_an_overflow_skips_the_step() -> None:
+    """Masters so large that a norm's sum of squares is infinite: the rows become 0, and so does the gradient."""
+    replica = network()
+    moments = new_moments(replica.masters.flat)
+    replica.masters.flat.fill_(1e30)
+    step = polish.train_step(CONFIG, replica, moments, TRAIN, [5, 80], 1)
+    assert step.skipped
+    assert moments.steps == 0
+
+
+def test_nothing_left_to_learn_is_no_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KL alone with a student that is the teacher: gradient and loss are 0."""
+    replica = network()
+    monkeypatch.setattr(polish, "loss_and_gradient", losing(Loss(3.0, 0.0, torch.empty(0))))
+    monkeypatch.setattr(polish, "gradient_norm", lambda gradient: 0.0)
+    config = CONFIG.model_copy(update={"kl": 1.0})
+    assert not polish.train_step(config, replica, new_moments(replica.masters.flat), TRAIN, [5, 80], 1).skipped
+    step = polish.train_step(CONFIG, replica, new_moments(replica.masters.flat), TRAIN, [5, 80], 1)
+    assert step.why == "the gradient is exactly 0 at a loss of 0.9 nats"
+
+
+def test_a_validation_that_is_not_finite_is_told_and_never_chosen() -> None:
+    trained, masters, events = simulated([10, math.nan, 9.5, math.inf], None, every=False)
+    assert (trained.best_step, masters) == (2, 2)
+    told = [e.message for e in events if isinstance(e, WarningEvent)]
+    assert told == [f"step {step}: the validation perplexity is not finite" for step in (1, 3)]
+
+
+def test_masters_that_are_not_finite_are_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However good the perplexity is: a file never gets NaN or Inf."""
+    replica = network()
+
+    def train_step(config: Any, replica: Replica, moments: Any, train: Any, offsets: Any, number: int) -> Step:
+        replica.masters.flat[7] = math.inf if number == 2 else 1.0
+        return Step(number, 1.0, 0.1, 1.0, 0.0, tuple(offsets))
+
+    ppls = iter([10.0, 1.5, 9.0, 5.0, 8.0])  # step 0, the teacher, steps 1 to 3
+    monkeypatch.setattr(polish, "train_step", train_step)
+    monkeypatch.setattr(polish, "window_perplexity", lambda *args, student: next(ppls))
+    config = CONFIG.model_copy(update={"steps": 3, "eval_every": 1})
+    assert polish.run(config, replica, TRAIN, VAL, None, ignore).best_step == 3
