@@ -54,6 +54,10 @@ def run(
     with open_model(source) as model:
         job = prepare(model, out, config, device, progress)
         estimate.check_memory(job.sizes, device)
+        room = estimate.disk(job.sizes, out, job.out_bytes)
+        if room.free < room.out + room.checkpoints:
+            sizes = f"OUT needs {room.out:,} bytes, checkpoints up to {room.checkpoints:,}, and {room.free:,} are free"
+            progress.warn(f"{sizes}: some checkpoints may be missing")
         with job.checkpoints.at_work():
             report, diverged = _polish(job, model, out, config, device, interruption, progress)
     listener(DoneEvent(outcome=report.outcome, output=str(out), report=str(job.report_path), sentence=sentence(report)))
@@ -70,18 +74,24 @@ def dry_run(source: Path, out: Path, config: PolishConfig, listener: Listener = 
     device = choose_device(config.compute)
     with open_model(source) as model:
         job = prepare(model, out, config, device, progress)
-        found = job.checkpoints.find().checkpoint if config.output.resume is not False else None
+        resumes_after = _resumes_after(job, config)
         needed = estimate.memory(job.sizes, device)
         return Forecast(
             layers=list(job.conversion.layers),
             trainable_params=job.sizes.trained,
-            resumes_after_step=found.state.record.step if found else None,
+            resumes_after_step=resumes_after,
             memory=needed,
             disk=estimate.disk(job.sizes, out, job.out_bytes),
             time=estimate.duration(job.sizes, device),
             fits="" if needed.fits else estimate.what_fits(job.sizes, device),
             warnings=progress.notes,
         )
+
+
+def _resumes_after(job: Job, config: PolishConfig) -> int | None:
+    """The step after which a run would go on; its tensors are not kept."""
+    found = job.checkpoints.find().checkpoint if config.output.resume is not False else None
+    return found.state.record.step if found else None
 
 
 def _polish(

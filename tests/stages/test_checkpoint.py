@@ -124,6 +124,19 @@ def test_skipped_steps_are_told_again(folder: Path, monkeypatch: pytest.MonkeyPa
     assert "step 1: the gradient is not finite, the step was skipped" in polished(folder).warnings
 
 
+def test_figures_that_were_not_measured_survive(folder: Path) -> None:
+    """A seal at the end of the windows: the figures of served positions are NaN inside, null in the report."""
+    interrupted(folder, step=3, o1_prefill=40)
+    assert polished(folder, output_resume=True, o1_prefill=40).ppl.served.start is None
+
+
+def test_a_dry_run_tells_where_it_would_go_on(folder: Path) -> None:
+    interrupted(folder, step=3)
+    config = settings(folder, gate_enabled=False)
+    assert pipeline.dry_run(folder / "in.cmf", folder / "out.cmf", config).resumes_after_step == 3
+    assert steps_of(folder) == [2, 3]
+
+
 # Damage
 
 
