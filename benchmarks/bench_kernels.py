@@ -224,36 +224,31 @@ def bench_decode() -> None:
     )
 
 
-def bench_delta_rule() -> None:
-    """Forward and backward of the gated delta rule against the step loop, whose backward is torch's autograd."""
-    q, k, v, dout = normal(1, 4, 512, 64), normal(1, 4, 512, 64), normal(1, 4, 2, 512, 64), normal(1, 4, 2, 512, 64)
+def delta_row(B: int, G: int, R: int, D: int) -> tuple[str, ...]:
+    """512 positions; the loop's backward is torch's autograd."""
+    q, k, v, dout = normal(B, G, 512, D), normal(B, G, 512, D), normal(B, G, R, 512, D), normal(B, G, R, 512, D)
     k = k / k.norm(dim=-1, keepdim=True)
-    log_g, beta = -normal(1, 4, 2, 512).abs(), torch.sigmoid(normal(1, 4, 2, 512))
+    log_g, beta = -normal(B, G, R, 512).abs(), torch.sigmoid(normal(B, G, R, 512))
 
     def loop_backward() -> None:
         leaves = [x.clone().requires_grad_() for x in (q, k, v, log_g, beta)]
         torch.autograd.grad(step_loop(*leaves)[0], leaves, dout)
 
-    saved = delta_rule_fwd(q, k, v, log_g, beta)[2]
-    forward, backward, loop, loop_both = best_ms(
+    forward, both, loop, loop_both = best_ms(
         lambda: delta_rule_fwd(q, k, v, log_g, beta),
-        lambda: delta_rule_bwd(dout, saved),
+        lambda: delta_rule_bwd(dout, delta_rule_fwd(q, k, v, log_g, beta)[2]),
         lambda: step_loop(q, k, v, log_g, beta),
         loop_backward,
-        rounds=5,
     )
+    times = (f"{x:.1f}" for x in (forward, loop, both, loop_both))
+    return f"{B} x {G * R} x {D} ({G} key heads)", *times, f"{loop / forward:.1f}", f"{loop_both / both:.1f}"
+
+
+def bench_delta_rule() -> None:
     table(
-        "Gated delta rule, 1 x 8 value heads (4 key heads) x 512 x 64, against the step-by-step loop",
-        ("", "chunked", "loop", "loop / chunked"),
-        [
-            ("forward", f"{forward:.1f}", f"{loop:.1f}", f"{loop / forward:.1f}"),
-            (
-                "forward + backward",
-                f"{forward + backward:.1f}",
-                f"{loop_both:.1f}",
-                f"{loop_both / (forward + backward):.1f}",
-            ),
-        ],
+        "Gated delta rule over 512 positions against the step-by-step loop; both = forward + backward",
+        ("B x heads x dim", "forward", "loop", "both", "loop both", "loop / forward", "loop both / both"),
+        [delta_row(*size) for size in ((1, 1, 1, 64), (2, 2, 2, 32), (1, 4, 2, 64), (2, 4, 2, 64), (1, 16, 2, 128))],
     )
 
 

@@ -106,18 +106,19 @@ def o1_attention_fwd(q: Tensor, k: Tensor, v: Tensor, M: Tensor, geometry: Geome
     tail_q = _chunks(q[..., seal:, :] * geometry.scale, c)
     keys = _far_keys(k, v, geometry)
     near, ramp = _masks(geometry, q.device)
+    hidden = q.new_zeros(near.shape).masked_fill_(~near, -torch.inf)
     far, far_top = far_field_fwd(tail_q, keys, M, scaled_Qt, Kt)
     ramp_weights = (far.ramp_w @ far.block_e).masked_fill_(~ramp, 0)
     far_sum = (far.base_w * far.Z.unsqueeze(-2)).sum(-1, keepdim=True) + ramp_weights.sum(-1, keepdim=True)
 
     # One shift a row for both fields, the larger of the two, so that no weight exceeds 1.
     logits = _merge(tail_q) @ _windows(k, geometry).mT
-    logits = logits.view(*tail_q.shape[:-1], -1).masked_fill_(~near, -torch.inf)
+    logits = logits.view(*tail_q.shape[:-1], -1).add_(hidden)
     near_top = logits.amax(-1, keepdim=True)
     keep = far_sum >= 0
     top = torch.where(keep, torch.maximum(near_top, far_top.to(near_top.dtype)), near_top)
     far_scale = torch.where(keep, (far_top - top).exp(), 0.0)
-    far = far.scaled(far_scale)
+    far.scale_(far_scale)
     weights = logits.sub_(top).exp_()
     weights[..., sink : sink + c] += ramp_weights.mul_(far_scale).to(weights.dtype)
 

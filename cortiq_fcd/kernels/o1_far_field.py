@@ -18,7 +18,7 @@ before, to 0. F is f64 because M can outweigh it. Letters as in `o1_attention`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -50,15 +50,10 @@ class Far:
     base_w: Tensor  # [.., c, m]: weight of S_i
     ramp_w: Tensor  # [.., c, m] f64: weight of block i
 
-    def scaled(self, by: Tensor) -> Far:
-        """The same with every row's weights times `by` [.., c, 1] (0 drops the row's far field, gradient included)."""
-        return replace(
-            self,
-            base_factor=self.base_factor * by,
-            ramp_factor=self.ramp_factor * by,
-            base_w=self.base_w * by.to(self.base_w.dtype),
-            ramp_w=self.ramp_w * by,
-        )
+    def scale_(self, by: Tensor) -> None:
+        """Every row's weights times `by` [.., c, 1], in place (0 drops the row's far field, gradient included)."""
+        for x in (self.base_factor, self.ramp_factor, self.base_w, self.ramp_w):
+            x.mul_(by.to(x.dtype))
 
 
 @dataclass(frozen=True)
@@ -92,17 +87,17 @@ def far_field_fwd(tail_q: Tensor, keys: Keys, M: Tensor, scaled_Qt: Tensor, Kt: 
     logits = (tail_q.reshape(B, G, n, R * c, D) @ Kt[:, :, None].mT).view(B, G, n, R, c, m)
     F, row_top = _exp(logits.double())
     U = F @ M[:, :, None]
-    base_log = row_top[..., None] + run[..., None, :].double()
-    ramp_log = row_top[..., None] + block_top[..., None, :]
-    seen_log = torch.maximum(base_log, row_top[..., None] + _ramp_top(block_logits))
-    top = (U.abs().log_() + seen_log).amax(-1, keepdim=True)
+    row_top = row_top[..., None]
+    # The largest term that a row sees, but for the row's own row_top, which every term has.
+    seen = torch.maximum(run[..., None, :], _ramp_top(block_logits))
+    top = U.abs().log_().add_(seen).amax(-1, keepdim=True)
     # A row whose U is 0 throughout has no far field: its top is -inf, and any finite shift will do.
-    shift = torch.where(top == -torch.inf, torch.zeros_like(top), top)
-    base_factor = (base_log - shift).exp_()
+    shift = torch.where(top == -torch.inf, -row_top, top)
+    base_factor = (run[..., None, :] - shift).exp_()
     # Above 700 only where the block's largest key is still near: its weight is masked, but must not be inf * 0.
-    ramp_factor = (ramp_log - shift).clamp_max_(700).exp_()
+    ramp_factor = (block_top[..., None, :] - shift).clamp_max_(700).exp_()
     base_w, ramp_w = (U * base_factor).to(dtype), U * ramp_factor
-    return Far(base_e, block_e, S, Z, carry, entry, F, base_factor, ramp_factor, base_w, ramp_w), top
+    return Far(base_e, block_e, S, Z, carry, entry, F, base_factor, ramp_factor, base_w, ramp_w), top + row_top
 
 
 def far_field_bwd(
@@ -152,9 +147,9 @@ def _exp(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ramp_top(block_logits: Tensor) -> Tensor:
-    """Largest logit [.., c, m] (f64) among the keys u < r of the block [.., m, c], for each row r; -inf for row 0."""
-    running = block_logits.cummax(-1).values[..., :-1].double()
-    return torch.cat((torch.full_like(block_logits[..., :1], -torch.inf, dtype=torch.float64), running), -1).mT
+    """Largest logit [.., c, m] among the keys u < r of the block [.., m, c], for each row r; -inf for row 0."""
+    running = block_logits.cummax(-1).values[..., :-1]
+    return torch.cat((torch.full_like(block_logits[..., :1], -torch.inf), running), -1).mT
 
 
 def _running_sums(
