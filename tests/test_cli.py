@@ -157,7 +157,7 @@ def test_require_pass(run: Run, model: Path, ids: list[str], tmp_path: Path) -> 
 def test_missing_file(run: Run, command: list[str]) -> None:
     ran = run(*command)
     assert is_expected_error(ran, 2)
-    assert ran.err == "error: no.cmf: there is no such file\n"
+    assert ran.err == "error: no.cmf: there is no such file\nhint: check the path\n"
 
 
 @pytest.mark.parametrize("command", ["report", "inspect"])

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cortiq_fcd.cli.convert import convert, export
+from cortiq_fcd.cli.paths import check_source, check_target
 from cortiq_fcd.cli.settings import Flags, resolve, takes_settings, to_toml
+from cortiq_fcd.cli.streams import write_json, write_text
 from cortiq_fcd.errors import CmfFormatError, ConfigError
 
 if TYPE_CHECKING:
@@ -78,7 +80,8 @@ def polish(
     """Train the converted layers of IN until the served O(1) kernel behaves; write OUT and OUT.report.json."""
     listener = _listener(progress, quiet, verbose)
     settings = resolve(flags, config)
-    _must_exist(source)
+    check_source(source)
+    check_target(out)
     if dry_run:
         from cortiq_fcd.cli.forecast import forecast_command
 
@@ -90,7 +93,7 @@ def polish(
     with listener, Interruption().handling() as interruption:
         report = pipeline.run(source, out, settings, listener, interruption)
     if json:
-        sys.stdout.write(report.to_json())
+        write_json(report.to_json())
 
 
 @app.command()
@@ -98,7 +101,7 @@ def report(out: File, json: AsJson = False) -> None:
     """Show what a polish did: the record in the file, and FILE.report.json beside it when it is there."""
     from cortiq_fcd.cli.reading import report_command
 
-    _must_exist(out)
+    check_source(out)
     report_command(out, as_json=json)
 
 
@@ -107,7 +110,7 @@ def inspect(file: File, json: AsJson = False) -> None:
     """Show header, sections, tensors, the O(1) setting, and what polish could do with the file."""
     from cortiq_fcd.cli.reading import inspect_command
 
-    _must_exist(file)
+    check_source(file)
     inspect_command(file, as_json=json)
 
 
@@ -116,12 +119,12 @@ def verify(file: File) -> None:
     """Check every bound and every hash of the file; one line a fault or note, exit 3 on a fault."""
     from cortiq_fcd.io.verify import verify_model
 
-    _must_exist(file)
+    check_source(file)
     findings = verify_model(file)
     for finding in findings:
-        sys.stdout.write(f"{finding.kind}: {finding.where}: {finding.message}\n")
+        write_text(f"{finding.kind}: {finding.where}: {finding.message}\n")
     faults = sum(finding.kind == "fault" for finding in findings)
-    sys.stdout.write(f"{file}: {faults or 'no'} fault{'' if faults == 1 else 's'}\n")
+    write_text(f"{file}: {faults or 'no'} fault{'' if faults == 1 else 's'}\n")
     if faults:
         raise typer.Exit(CmfFormatError.exit_code)
 
@@ -144,7 +147,7 @@ def demo(
 @takes_settings
 def config(config: Settings = None, *, flags: Flags) -> None:
     """Print the configuration that these options and --config make together, as TOML for --config."""
-    sys.stdout.write(to_toml(resolve(flags, config)))
+    write_text(to_toml(resolve(flags, config), sys.stdout.encoding))
 
 
 @app.command()
@@ -158,7 +161,7 @@ def schema(
 
     if name not in SCHEMAS:
         raise ConfigError(f"there is no schema {name!r}", hint=f"one of {', '.join(SCHEMAS)}")
-    sys.stdout.write(schema_text(name))
+    write_text(schema_text(name))
 
 
 app.command()(export)
@@ -173,16 +176,9 @@ def _listener(progress: str, quiet: bool, verbose: bool) -> Guarded:
     return make_listener(progress, sys.stderr, quiet=quiet, verbose=verbose)  # type: ignore[arg-type]
 
 
-def _must_exist(file: Path) -> None:
-    if not file.exists():
-        raise ConfigError(f"{file}: there is no such file")
-    if file.is_dir():
-        raise ConfigError(f"{file} is a folder; a CMF file is expected")
-
-
 def _version(on: bool) -> None:
     if on:
         from importlib.metadata import version
 
-        sys.stdout.write(f"cortiq-fcd {version('cortiq-fcd')}\n")
+        write_text(f"cortiq-fcd {version('cortiq-fcd')}\n")
         raise typer.Exit

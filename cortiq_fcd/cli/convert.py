@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from cortiq_fcd.cli.paths import check_name, check_source, check_target
 from cortiq_fcd.cli.settings import FLAG_OF, Flags, resolve, takes_settings
+from cortiq_fcd.cli.streams import write_json, write_text
 from cortiq_fcd.errors import ConfigError, CorpusError
 
 if TYPE_CHECKING:
@@ -99,6 +101,8 @@ def convert(
     from cortiq_fcd.display import KINDS, make_listener
     from cortiq_fcd.io.atomic import check_output_path
 
+    check_name(source, str(source))
+    check_target(out)
     _refuse_idle_options(flags, polish, keep_intermediate, config)
     if progress not in KINDS:
         raise ConfigError(f"--progress {progress!r} is not known", hint=f"one of {', '.join(KINDS)}")
@@ -106,7 +110,7 @@ def convert(
     planned = _plan(source, quant, settings, marked=settings.o1.layers is not None and not settings.train.polish_only)
     if not quiet:
         _note(*planned.notes, as_events=progress == "json")
-    inputs = sorted({tensor.stored.path for tensor in planned.tensors.values()})
+    inputs = _files_of(source)
     if not polish:
         written = planned.write(_free(inputs, out, settings.output.force), force=settings.output.force)
         _tell(_document(source, out, quant, planned, written), json)
@@ -120,7 +124,8 @@ def convert(
 
         listener = make_listener(progress, sys.stderr, quiet=quiet, verbose=verbose)  # type: ignore[arg-type]
         with listener, Interruption().handling() as interruption:
-            report = pipeline.run(converted, out, settings, listener, interruption)
+            read = [*inputs, *filter(None, [config])]
+            report = pipeline.run(converted, out, settings, listener, interruption, protected=read)
     document = _document(source, out, quant, planned, written)
     _tell({**document, **_polished(report, out, settings, converted if keep_intermediate else None)}, json)
 
@@ -134,6 +139,8 @@ def export(file: CmfFile, folder: NewDir, dtype: ExportDtype = "f32", json: AsJs
 
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} is not known", hint=f"one of {', '.join(DTYPES)}")
+    check_source(file)
+    check_name(folder, str(folder))
     check_directory(folder)
     with open_model(file) as model:
         plan_model(model)
@@ -147,9 +154,9 @@ def export(file: CmfFile, folder: NewDir, dtype: ExportDtype = "f32", json: AsJs
             "output": {"path": str(folder), "bytes": written.bytes, "dtype": dtype, "shards": written.shards},
             "notes": list(planned.notes),
         }
-        sys.stdout.write(json_module.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        write_json(json_module.dumps(document, indent=2, ensure_ascii=False) + "\n")
     else:
-        sys.stdout.write(f"{folder}: {written.tensors} tensors, {written.bytes:,} bytes of {dtype} weights\n")
+        write_text(f"{folder}: {written.tensors} tensors, {written.bytes:,} bytes of {dtype} weights\n")
 
 
 def _refuse_idle_options(flags: Flags, polish: bool, keep: bool, config: Path | None) -> None:
@@ -195,6 +202,12 @@ def _check_texts(settings: PolishConfig) -> None:
             raise CorpusError(f"{path}: there is no such file", hint="give a text file, or token ids as .npy or .json")
     if settings.train.teacher is not None and not settings.train.teacher.is_file():
         raise ConfigError(f"--teacher {settings.train.teacher}: there is no such file")
+
+
+def _files_of(source: Path) -> list[Path]:
+    """Every file of a model's directory, whether this conversion reads it or not; a CMF file there is no part of it."""
+    found = [Path(folder, name) for folder, _, names in os.walk(source) for name in names]
+    return sorted(path for path in found if path.suffix != ".cmf")
 
 
 def _free(inputs: Sequence[Path], out: Path, force: bool) -> Path:
@@ -271,23 +284,25 @@ def _recorded(out: Path) -> Any:
 
 def _tell(document: dict[str, Any], json: bool) -> None:
     if json:
-        sys.stdout.write(json_module.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        write_json(json_module.dumps(document, indent=2, ensure_ascii=False) + "\n")
         return
     output, counts = document["output"], document["tensors"]
     kinds = ", ".join(f"{number} {label}" for label, number in counts.items())
-    sys.stdout.write(f"{output['path']}: {output['bytes']:,} bytes ({kinds}), dir_hash {output['dir_hash']}\n")
+    write_text(f"{output['path']}: {output['bytes']:,} bytes ({kinds}), dir_hash {output['dir_hash']}\n")
     if document["intermediate"]:
-        sys.stdout.write(f"{document['intermediate']}: the converted file, not polished\n")
+        write_text(f"{document['intermediate']}: the converted file, not polished\n")
     if document["polish"]:
-        sys.stdout.write(f"{document['polish']['sentence']}\n{document['polish']['report']}: the whole report\n")
+        write_text(f"{document['polish']['sentence']}\n{document['polish']['report']}: the whole report\n")
 
 
 def _note(*texts: str, as_events: bool = False) -> None:
     """Tell them on stderr; as warning events where a program reads along."""
+    from cortiq_fcd.display.figures import printable, printable_json
     from cortiq_fcd.events import WarningEvent
 
     for text in texts:
-        sys.stderr.write(f"{WarningEvent(message=text).model_dump_json()}\n" if as_events else f"note: {text}\n")
+        event = printable_json(WarningEvent(message=text).model_dump_json(), sys.stderr.encoding or "utf-8")
+        sys.stderr.write(f"{event}\n" if as_events else f"note: {printable(text)}\n")
 
 
 def main() -> None:

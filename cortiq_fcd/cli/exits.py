@@ -1,70 +1,94 @@
 """Runs the command line and turns how it ended into a message on stderr and an exit code.
 
-0 done; 1 a bug, with a traceback; 2 to 10 an expected error (`cortiq_fcd.errors`); 130 and 143 interrupted.
+0 done; 1 a bug, with a traceback; 2 to 10 an expected error (`cortiq_fcd.errors`); 130 and 143 interrupted;
+141 nobody reads stdout any more.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import shlex
 import shutil
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 import typer
 
+from cortiq_fcd.cli.signals import INTERRUPTED, MESSAGE, TERMINATED, Terminated, handled
+from cortiq_fcd.cli.streams import BROKEN_PIPE, PipeClosedError, guarded
 from cortiq_fcd.errors import ConfigError, CortiqError, ResourceError
 from cortiq_fcd.stages.interrupt import Interrupted
 
 # typer's own click may be a private copy: its base classes are reached through a class that typer exports.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+_OF_THE_MACHINE = {errno.EIO, errno.EMFILE, errno.ENFILE, errno.EAGAIN}
+_PATH_HINTS = {
+    errno.ENOENT: "check the path",
+    errno.ENAMETOOLONG: "name a shorter path",
+    errno.EISDIR: "name a file in that folder",
+    errno.ENOTDIR: "a part of the path is a file, not a folder",
+    errno.ELOOP: "a symbolic link there leads back to itself",
+    errno.EACCES: "check its permissions",
+}
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
-
-INTERRUPTED = 130
-TERMINATED = 143
-
-
-class Terminated(BaseException):
-    """SIGTERM arrived."""
-
-
-def main() -> None:
-    """The console script."""
-    sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code. A bug is the only exception that leaves."""
+    # Set before torch is imported. OpenMP threads that spin while they wait starve each other as soon as anything else
+    # runs: a step took five times as long on a busy machine of two cores. On an idle one, passive waiting costs little.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    with guarded():
+        try:
+            with handled():
+                code = _run(arguments)
+            sys.stdout.flush()
+        except CortiqError as error:
+            code = say(error)
+        except Interrupted as stopped:
+            code = _interrupted(stopped, arguments)
+        except (KeyboardInterrupt, typer.Abort):
+            code = _stopped(INTERRUPTED)
+        except Terminated:
+            code = _stopped(TERMINATED)
+        except PipeClosedError:
+            code = BROKEN_PIPE
+        sys.stderr.flush()
+    return code
+
+
+def _run(arguments: Sequence[str]) -> int:
     from cortiq_fcd.cli.commands import app
 
-    signal.signal(signal.SIGTERM, _on_sigterm)
     try:
+        _check_encoding(arguments)
         command = typer.main.get_command(app)
         result = command.main(args=list(arguments), prog_name="cortiq-fcd", standalone_mode=False)
-    except CortiqError as error:
-        return say(error)
     except _UsageError as error:
         return _usage(error, arguments)
-    except Interrupted as stopped:
-        return _interrupted(stopped, arguments)
-    except (KeyboardInterrupt, typer.Abort):
-        result = INTERRUPTED
-    except Terminated:
-        result = TERMINATED
     except (OSError, MemoryError, RuntimeError) as error:
         expected = _as_expected(error)
         if expected is None:
             raise
         return say(expected)
-    code = result if isinstance(result, int) else 0
-    if code in (INTERRUPTED, TERMINATED):
-        sys.stderr.write(
-            "error: interrupted\nhint: the input file is never changed, and an output file appears only whole\n"
-        )
+    if result == INTERRUPTED:  # some versions of click answer Ctrl-C themselves
+        return _stopped(INTERRUPTED)
+    return result if isinstance(result, int) else 0
+
+
+def _stopped(code: int) -> int:
+    sys.stderr.write(MESSAGE)
     return code
+
+
+def _check_encoding(arguments: Sequence[str]) -> None:
+    """Reports are UTF-8, and name what they were made from."""
+    for argument in arguments:
+        if any("\ud800" <= char <= "\udfff" for char in argument):
+            raise ConfigError(f"{argument}: is not valid UTF-8", hint="rename the file, or reach it by a link")
 
 
 def program() -> str:
@@ -75,6 +99,8 @@ def program() -> str:
 
 def _interrupted(stopped: Interrupted, arguments: Sequence[str]) -> int:
     """Say what was kept and how to go on; the exit code."""
+    from cortiq_fcd.display.figures import printable
+
     saved = (
         "nothing was saved yet" if stopped.saved_step is None else f"the state after step {stopped.saved_step} is saved"
     )
@@ -84,15 +110,18 @@ def _interrupted(stopped: Interrupted, arguments: Sequence[str]) -> int:
     else:
         again = [argument for argument in arguments if argument not in ("--restart", "--resume")]
         resume = ["--resume"] if arguments[0] == "polish" else []
-        sys.stderr.write(f"hint: to go on: {shlex.join([program(), *again, *resume])}\n")
+        sys.stderr.write(printable(f"hint: to go on: {shlex.join([program(), *again, *resume])}") + "\n")
     return TERMINATED if stopped.signal == signal.SIGTERM else INTERRUPTED
 
 
 def say(error: CortiqError) -> int:
-    """Print an expected error as every command does, and return its exit code."""
-    sys.stderr.write(f"error: {error.message}\n")
-    for line in error.hint.splitlines():
-        sys.stderr.write(f"hint: {line}\n")
+    """Print an expected error as every command does, and return its exit code. What came from data can't steer a
+    terminal.
+    """
+    from cortiq_fcd.display.figures import printable
+
+    lines = [f"error: {error.message}", *(f"hint: {line}" for line in error.hint.split("\n") if line)]
+    sys.stderr.write("".join(f"{printable(line)}\n" for line in lines))
     return error.exit_code
 
 
@@ -106,19 +135,27 @@ def _usage(error: Exception, arguments: Sequence[str]) -> int:
 
 def _as_expected(error: Exception) -> CortiqError | None:
     """Errors of the machine and of paths that are the user's to solve; None for everything else."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if _is_out_of_memory(error):
+        text = "" if isinstance(error, RuntimeError) and "CUDA" not in str(error) else str(error)
         return ResourceError(
-            f"out of memory ({error})" if str(error) else "out of memory", hint="try a smaller --batch or --seq"
+            f"out of memory ({text})" if text else "out of memory", hint="try a smaller --batch or --seq"
         )
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return ResourceError("no more threads can be started", hint="raise the limit (ulimit -u), or give --threads 1")
     if not isinstance(error, OSError) or error.filename is None:
         return None
-    where = f"{error.filename}: {error.strerror}"
+    where = f"{os.fsdecode(error.filename)}: {error.strerror}"
     if error.errno in _FULL_DISK:
         return ResourceError(where, hint="free some space, or write somewhere else")
-    if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)):
-        return ConfigError(where)
-    return None
+    if error.errno in _OF_THE_MACHINE:
+        return ResourceError(where, hint="this is a limit or a fault of the machine, not of the file")
+    return ConfigError(where, hint=_PATH_HINTS.get(error.errno or 0, "check the path and its permissions"))
 
 
-def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    raise Terminated
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch's allocator for the CPU has no exception of its own."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return "DefaultCPUAllocator" in str(error) or "not enough memory" in str(error)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cortiq_fcd.cli.streams import write_json, write_text
 from cortiq_fcd.display import figures
 from cortiq_fcd.display.guard import Guarded
 from cortiq_fcd.errors import ResourceError
@@ -39,9 +39,9 @@ def forecast_command(source: Path, out: Path, settings: PolishConfig, listener: 
     with listener:
         forecast = pipeline.dry_run(source, out, settings, listener)
     if as_json:
-        sys.stdout.write(json.dumps(asdict(forecast), indent=2) + "\n")
+        write_json(json.dumps(asdict(forecast), indent=2) + "\n")
     else:
-        sys.stdout.write("".join(f"{line}\n" for line in _lines(forecast)))
+        write_text("".join(f"{line}\n" for line in _lines(forecast)))
     if forecast.fits:
         raise ResourceError("this polish would not fit into memory", hint=forecast.fits)
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from pydantic import ValidationError
 from rich.console import Console
 
+from cortiq_fcd.cli.streams import write_json
+from cortiq_fcd.display.figures import printable
 from cortiq_fcd.display.inspect_view import show_inspection
 from cortiq_fcd.display.report_view import show_record, show_report
 from cortiq_fcd.errors import ConfigError
 from cortiq_fcd.io.reader import open_model
 from cortiq_fcd.stages.inspection import inspect_model
 from cortiq_fcd.stages.report import Report
+
+MOST_REPORT_BYTES = 64 * 2**20  # a million steps take about this much
 
 
 def report_command(file: Path, *, as_json: bool) -> None:
@@ -30,7 +34,7 @@ def report_command(file: Path, *, as_json: bool) -> None:
             raise ConfigError(
                 f"{report_path(file)}: there is no report of this file", hint="inspect --json prints its record"
             )
-        sys.stdout.write(beside.to_json())
+        write_json(beside.to_json())
         return
     console = Console(file=sys.stdout, highlight=False)
     if beside is not None:
@@ -49,11 +53,17 @@ def report_path(file: Path) -> Path:
 def report_beside(file: Path, dir_hash: str) -> Report | None:
     """The report beside a file, if it is whole and belongs to this file; else None, with a note on stderr."""
     path = report_path(file)
-    if not path.exists():
-        return None
     try:
+        if not os.path.lexists(path):
+            return None
+        if not path.is_file():  # a pipe or a device might never end
+            _note(f"{path} is not a readable report (not a regular file)")
+            return None
+        if path.stat().st_size > MOST_REPORT_BYTES:
+            _note(f"{path} is not a readable report (more than {MOST_REPORT_BYTES:,} bytes)")
+            return None
         report = Report.read(path)
-    except (OSError, ValidationError) as error:
+    except (OSError, ValueError) as error:
         _note(f"{path} is not a readable report ({str(error).splitlines()[0]})")
         return None
     if report.output.dir_hash != dir_hash:
@@ -67,10 +77,10 @@ def inspect_command(file: Path, *, as_json: bool) -> None:
     with open_model(file) as model:
         found = inspect_model(model, file)
     if as_json:
-        sys.stdout.write(json.dumps(asdict(found), indent=2, ensure_ascii=False) + "\n")
+        write_json(json.dumps(asdict(found), indent=2, ensure_ascii=False) + "\n")
     else:
         show_inspection(found, Console(file=sys.stdout, highlight=False))
 
 
 def _note(text: str) -> None:
-    sys.stderr.write(f"note: {text}\n")
+    sys.stderr.write(f"note: {printable(text)}\n")

@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 import json
+import reprlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cortiq_fcd.cli.paths import check_name
 from cortiq_fcd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -141,6 +143,17 @@ SETTINGS: tuple[Setting, ...] = (
         "most minutes between checkpoints, every validation saves one too; default: 10.0",
     ),
 )
+PATHS = ("corpus.train", "corpus.val", "train.teacher", "output.report")
+MOST_COUNT = 2**31 - 1
+MOST = {
+    "corpus.max_train_bytes": 2**62,
+    "corpus.max_val_bytes": 2**62,
+    "train.seed": 2**64 - 1,
+    "train.lr": 1000.0,  # AdamW moves each weight by about this much: far beyond any use, far below overflow
+}
+MOST_TOML_BYTES = 1_000_000
+_REPR = reprlib.Repr()
+_REPR.maxother = _REPR.maxstring = 100
 FLAG_OF = {setting.field: setting.flag for setting in SETTINGS}
 
 
@@ -180,25 +193,84 @@ def resolve(flags: Flags, file: Path | None) -> PolishConfig:
         section, key = field.split(".")
         table = merged.setdefault(section, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"{file}: {section} should be a table, got {table!r}")
+            raise ConfigError(f"{file}: {section} should be a table, got {_shown(table)}", hint=f"[{section}]")
         table[key] = value
+    _check_paths(merged, flags, file)
     try:
-        # Through JSON, where strict models take a path from a string.
-        return PolishConfig.model_validate_json(json.dumps(merged, default=str))
+        config = PolishConfig.model_validate(merged)
     except ValidationError as error:
         raise _explained(error, flags, file) from error
+    _check_ranges(config, flags, file)
+    return config
+
+
+def _check_paths(merged: dict[str, Any], flags: Flags, file: Path | None) -> None:
+    """Replace texts by paths, which strict models want; ConfigError for those that no file system takes."""
+    for field in PATHS:
+        section, key = field.split(".")
+        table = merged.get(section)
+        if isinstance(table, dict) and isinstance(table.get(key), str):
+            table[key] = Path(table[key])
+            check_name(table[key], f"{_where(field, flags, file)} {table[key]}")
+
+
+def _check_ranges(config: PolishConfig, flags: Flags, file: Path | None) -> None:
+    """What is valid, but larger than any run could use and than the libraries' numbers go."""
+    for section, table in config:
+        for key in type(table).model_fields:
+            field, value = f"{section}.{key}", getattr(table, key)
+            most = MOST.get(field, MOST_COUNT)
+            if isinstance(value, (int, float)) and value > most:
+                where = _where(field, flags, file)
+                raise ConfigError(
+                    f"{where}: input should be less than or equal to {most}, got {_shown(value)}",
+                    hint="cortiq-fcd polish --help lists units and defaults",
+                )
+
+
+def _where(field: str, flags: Flags, file: Path | None) -> str:
+    return FLAG_OF[field] if field in flags else f"{file}: {field}"
 
 
 def read_toml(file: Path) -> dict[str, Any]:
     """A TOML file as a dictionary. Raises ConfigError."""
     toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    check_name(file, f"--config {file}")
     try:
-        table: dict[str, Any] = toml.loads(file.read_text(encoding="utf-8"))
-        return table
+        text = _small_text(file)
     except OSError as error:
-        raise ConfigError(f"--config {file}: {error.strerror}") from error
-    except (toml.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {file} is not valid TOML: {error}") from error
+        raise ConfigError(f"--config {file}: {error.strerror}", hint="give a file as `config` prints it") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config {file} is not valid TOML: {error}", hint="save it as UTF-8") from error
+    try:
+        table: dict[str, Any] = toml.loads(text)
+    except ValueError as error:  # TOMLDecodeError, and int() of thousands of digits
+        raise ConfigError(f"--config {file} is not valid TOML: {error}", hint="`config` prints a valid one") from error
+    except RecursionError:
+        raise ConfigError(f"--config {file} is nested too deeply", hint="`config` prints a valid one") from None
+    return table
+
+
+def _small_text(file: Path) -> str:
+    """The text of a regular file; a pipe might never end, and a device never does."""
+    if file.is_dir():
+        raise ConfigError(f"--config {file} is a folder", hint="name a .toml file in it")
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"--config {file}: is not a regular file", hint="save the settings in a file first")
+    if file.stat().st_size > MOST_TOML_BYTES:
+        raise ConfigError(
+            f"--config {file}: {file.stat().st_size:,} bytes are too many for settings",
+            hint=f"at most {MOST_TOML_BYTES:,} bytes",
+        )
+    return file.read_text(encoding="utf-8")
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: short, and without the errors that huge numbers and deep tables meet."""
+    try:
+        return _REPR.repr(value)
+    except (ValueError, RecursionError):
+        return f"a huge {type(value).__name__}"
 
 
 def _explained(error: ValidationError, flags: Flags, file: Path | None) -> ConfigError:
@@ -206,33 +278,38 @@ def _explained(error: ValidationError, flags: Flags, file: Path | None) -> Confi
     parts = []
     for item in error.errors(include_url=False):
         field = ".".join(map(str, item["loc"]))
-        where = FLAG_OF[field] if field in flags else f"{file}: {field}"
+        where = _where(field, flags, file)
         if item["type"] == "extra_forbidden":
             parts.append(f"{where} is no setting")
             close = difflib.get_close_matches(field, FLAG_OF, n=1)
             hints += [f"did you mean {close[0]}?"] if close else []
         else:
             message = item["msg"][0].lower() + item["msg"][1:]
-            parts.append(f"{where}: {message}, got {item['input']!r}")
+            parts.append(f"{where}: {message}, got {_shown(item['input'])}")
     return ConfigError("; ".join(parts), hint="\n".join(hints) or "cortiq-fcd polish --help lists units and defaults")
 
 
-def to_toml(config: PolishConfig) -> str:
-    """The configuration as TOML that `--config` reads back; what is not set is a comment."""
+def to_toml(config: PolishConfig, encoding: str = "utf-8") -> str:
+    """The configuration as TOML that `--config` reads back; what is not set is a comment. `encoding`: what it lacks is
+    escaped.
+    """
     lines = []
     for section, table in config:
         lines.append(f"[{section}]")
         for key, field in type(table).model_fields.items():
             value = getattr(table, key)
             lines.append(f"# {field.description}")
-            lines.append(f"# {key} is not set" if value is None else f"{key} = {_toml_value(value)}")
+            lines.append(f"# {key} is not set" if value is None else f"{key} = {_toml_value(value, encoding)}")
         lines.append("")
     return "\n".join(lines)
 
 
-def _toml_value(value: Any) -> str:
+def _toml_value(value: Any, encoding: str) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
         return repr(value)
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    from cortiq_fcd.display.figures import is_plain
+
+    text = json.dumps(str(value), ensure_ascii=False)
+    return "".join(char if is_plain(char, encoding) else f"\\U{ord(char):08x}" for char in text)

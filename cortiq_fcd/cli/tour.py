@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 from cortiq_fcd.cli.exits import program
+from cortiq_fcd.cli.paths import check_name
 from cortiq_fcd.cli.settings import Flags, resolve
+from cortiq_fcd.display.figures import printable
 from cortiq_fcd.display.guard import Guarded
 from cortiq_fcd.display.report_view import perplexity_table, show_report
 from cortiq_fcd.errors import ConfigError
@@ -74,8 +76,9 @@ NewListener = Callable[[], Guarded]
 def run_tour(folder: Path, new_listener: NewListener) -> None:
     """Copy the model, polish it, show and explain the report; if the gate rejected everything, show what it was."""
     console = Console(file=sys.stdout, highlight=False)
-    names = {"command": program(), "folder": str(folder), "model": MODEL, "settings": SETTINGS}
+    names = {"command": program(), "folder": printable(str(folder)), "model": MODEL, "settings": SETTINGS}
     names |= {"polished": POLISHED, "ungated": UNGATED}
+    check_name(folder, str(folder))
     _copy_demo(folder)
     _say(console, INTRODUCTION, names)
     report = _polish(folder, POLISHED, {}, new_listener)
@@ -86,7 +89,7 @@ def run_tour(folder: Path, new_listener: NewListener) -> None:
     if verdict == "rejected":
         _say(console, WITHOUT_GATE, names)
         ungated = _polish(folder, UNGATED, {"gate.enabled": False}, new_listener)
-        console.print(Text(sentence(ungated), style="bold"), perplexity_table(ungated), sep="\n\n")
+        console.print(Text(printable(sentence(ungated)), style="bold"), perplexity_table(ungated), sep="\n\n")
         console.print()
         _say(console, BOTH_FILES, names)
     _say(console, WHAT_NEXT, names)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 
 def perplexity(value: float | None) -> str:
     """A perplexity, or a dash when it was not measured."""
@@ -69,3 +71,28 @@ def layers(numbers: list[int]) -> str:
 def printable(text: str) -> str:
     """Text from a file, with everything that could steer a terminal escaped."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def printable_lines(text: str) -> str:
+    """The same for text of several lines."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def printable_json(text: str, encoding: str = "utf-8") -> str:
+    """JSON with what could steer a terminal, and what the encoding lacks, as JSON escapes."""
+    if text.isascii() and "\x7f" not in text:
+        return text
+    return "".join(
+        char if is_plain(char, encoding) else json.dumps(char)[1:-1].replace("\x7f", "\\u007f") for char in text
+    )
+
+
+def is_plain(char: str, encoding: str) -> bool:
+    """Whether a stream of this encoding can hold the character, and a terminal only shows it."""
+    if char == "\n" or (char.isascii() and char.isprintable()):
+        return True
+    try:
+        char.encode(encoding)
+    except UnicodeEncodeError:
+        return False
+    return char.isprintable()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Protocol, TextIO
 
+from cortiq_fcd.display.figures import printable
 from cortiq_fcd.events import Event
 
 
@@ -59,9 +60,8 @@ class Guarded:
         self._display = None
         _quietly_close(display)
         try:
-            self._stream.write(
-                f"note: the progress display stopped ({type(error).__name__}: {error}); the run goes on\n"
-            )
+            why = printable(f"{type(error).__name__}: {error}")
+            self._stream.write(f"note: the progress display stopped ({why}); the run goes on\n")
             self._stream.flush()
         except Exception:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TextIO
 
+from cortiq_fcd.display.figures import printable_json
 from cortiq_fcd.events import Event
 
 
@@ -15,7 +16,8 @@ class JsonLines:
 
     def __call__(self, event: Event) -> None:
         """Write one line. Numbers that are not finite become null: JSON has no other word for them."""
-        self._stream.write(event.model_dump_json() + "\n")
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self._stream.write(printable_json(event.model_dump_json(), encoding) + "\n")
         self._stream.flush()
 
     def open(self) -> None:

@@ -37,9 +37,10 @@ class LiveDisplay:
         if isinstance(event, DoneEvent):
             self.close()
             for message in self._state.warnings:  # whole: the block above had to cut them
-                self._console.print(Text(f"! {message}", style="yellow"))
-            self._console.print(Text(event.sentence, style="bold"))
-            self._console.print(Text(f"written: {event.output}\nreport:  {event.report}"))
+                self._console.print(Text(figures.printable(f"! {message}"), style="yellow"))
+            self._console.print(Text(figures.printable(event.sentence), style="bold"))
+            self._console.print(Text(f"written: {figures.printable(event.output)}"))
+            self._console.print(Text(f"report:  {figures.printable(event.report)}"))
 
     def open(self) -> None:
         """Begin drawing."""
@@ -54,7 +55,7 @@ class LiveDisplay:
         try:
             return Group(*self._rows())
         except Exception as error:  # in the refresh thread, where Guarded can't catch it
-            return Text(f"display: {error}")
+            return Text(figures.printable(f"display: {error}"))
 
     def _rows(self) -> Iterable[RenderableType]:
         for stage in list(self._state.stages.values()):
@@ -119,7 +120,7 @@ class LiveDisplay:
     def _line(self, text: str, style: str = "") -> Text:
         """One line that the terminal can encode, cut at its edge."""
         encoding = self._console.encoding
-        known = " ".join(text.splitlines()).encode(encoding, "replace").decode(encoding)
+        known = figures.printable(" ".join(text.splitlines())).encode(encoding, "replace").decode(encoding)
         return Text(known, style=style, no_wrap=True, overflow="ellipsis" if self._unicode else "crop")
 
 

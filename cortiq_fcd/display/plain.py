@@ -43,7 +43,7 @@ class Plain:
 
     def _line(self, text: str) -> None:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        line = f"{time.monotonic() - self._began_s:8.1f} s  {' '.join(text.split())}"
+        line = f"{time.monotonic() - self._began_s:8.1f} s  {figures.printable(' '.join(text.split()))}"
         self._stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
         self._stream.flush()
 
@@ -82,7 +82,7 @@ class Warnings:
     def __call__(self, event: Event) -> None:
         """Write warnings and the outcome, nothing else."""
         if isinstance(event, WarningEvent):
-            self._stream.write(f"warning: {' '.join(event.message.split())}\n")
+            self._stream.write(f"warning: {figures.printable(' '.join(event.message.split()))}\n")
             self._stream.flush()
 
     def open(self) -> None:

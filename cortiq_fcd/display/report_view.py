@@ -126,7 +126,7 @@ def _gate_words(gate: GateInfo, console: Console) -> None:
     else:
         words = f"a prompt passes at {gate.threshold:.2f} or less, and at most {gate.slack:.2f} above its score before"
         words += "; * = chosen" if gate.chosen is not None else "; nothing was chosen"
-    console.print(Padding(Text(words, style="dim"), (0, 0, 0, 2)))
+    console.print(Padding(Text(figures.printable(words), style="dim"), (0, 0, 0, 2)))
 
 
 def _curves(report: Report, console: Console) -> None:

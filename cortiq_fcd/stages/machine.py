@@ -13,9 +13,15 @@ from cortiq_fcd.errors import ConfigError
 from cortiq_fcd.stages.config import ComputeConfig
 from cortiq_fcd.stages.report import MemoryInfo, ToolInfo
 
+MOST_THREADS = 1024  # and more only where there are more CPUs: each costs memory, and OpenMP aborts when it has no more
+
 
 def choose_device(config: ComputeConfig) -> torch.device:
     """The device to run on, with the thread count set. Raises ConfigError for one that is not there."""
+    if config.threads is not None and config.threads > max(MOST_THREADS, _usable_cpus()):
+        raise ConfigError(
+            f"--threads {config.threads}: this machine has {_usable_cpus()} CPUs", hint=f"at most {MOST_THREADS}"
+        )
     torch.set_num_threads(config.threads or _usable_cpus())
     wanted = config.device
     if wanted == "auto":
