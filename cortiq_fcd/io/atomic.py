@@ -63,9 +63,14 @@ def _check_place(out: Path, target: Path) -> None:
 
 
 def _is_same_file(source: Path, target: Path) -> bool:
-    """By any link; of files that do not exist yet, by name."""
-    if source.exists() and target.exists():
-        return source.samefile(target)
+    """By any link; of files that do not exist yet, by name. A source that can't be looked at is its reader's to refuse:
+    its faults must not be blamed on the target.
+    """
+    try:
+        if source.exists() and target.exists():
+            return source.samefile(target)
+    except (OSError, ValueError):
+        pass
     return os.path.realpath(source) == os.fspath(target)
 
 

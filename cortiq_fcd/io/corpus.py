@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import stat
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -156,9 +157,12 @@ class _Reader:
 
 def _read_bytes(path: Path, limit_bytes: int | None) -> bytes:
     hint = "give a text file, or token ids as .npy or .json"
-    if path.is_dir():
-        raise CorpusError(f"{path}: expected a file, got a directory", hint=hint)
     try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise CorpusError(f"{path}: expected a file, got a directory", hint=hint)
+        if not stat.S_ISREG(mode):  # a pipe may never end, and can't be read a second time by a run that goes on
+            raise CorpusError(f"{path}: expected a regular file, got a pipe, a socket or a device", hint=hint)
         with path.open("rb") as stream:
             return stream.read() if limit_bytes is None else stream.read(limit_bytes)
     except OSError as error:
@@ -179,10 +183,12 @@ def _npy_ids(path: Path, data: bytes) -> Any:
     hint = "write it with numpy.save(path, ids), ids one-dimensional and of an integer dtype"
     try:
         ids = np.load(io.BytesIO(data), allow_pickle=False)
-    # A damaged header can fail anywhere in numpy's parser, or claim a shape that no memory holds.
-    except (ValueError, OSError, EOFError, SyntaxError, TypeError, MemoryError, OverflowError) as error:
+    # A damaged header can fail anywhere in numpy's parser (tokenize and struct have exceptions of their own), or claim
+    # a shape that no memory holds.
+    except Exception as error:
         raise CorpusError(f"{path}: not a readable .npy file: {error}", hint=hint) from error
-    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+    # Not issubdtype: to it a time span is an integer.
+    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
         got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else "a .npz archive"
         raise CorpusError(f"{path}: expected one-dimensional integer token ids, got {got}", hint=hint)
     return ids

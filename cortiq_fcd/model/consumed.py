@@ -28,6 +28,9 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 
 LARGEST_SIZE = 2**32 - 1
+# Wider than any model's, and their products, squares and roots are still far from the ends of f32.
+LEAST_NUMBER, LARGEST_NUMBER = 1e-12, 1e12
+_RANGE = f"of {LEAST_NUMBER:g} to {LARGEST_NUMBER:g}"
 
 
 class Shaped(Protocol):
@@ -62,10 +65,10 @@ class Keys:
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """A positive, finite number."""
+        """A positive number that f32 can compute with."""
         value: float = self.take(key, float, default)
-        if not (math.isfinite(value) and value > 0):
-            raise UnsupportedModelError(f"{self._path}.{key}", f"expected a positive number, got {value!r}")
+        if not LEAST_NUMBER <= value <= LARGEST_NUMBER:
+            raise UnsupportedModelError(f"{self._path}.{key}", f"expected a positive number {_RANGE}, got {value!r}")
         return value
 
     def has(self, key: str) -> bool:
@@ -73,11 +76,11 @@ class Keys:
         return key in self._left
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of positive, finite numbers; empty when absent."""
+        """A list of positive numbers that f32 can compute with; empty when absent."""
         values = [_as_float(value) for value in self.take(key, list, [])]
         for value in values:
-            if type(value) is not float or not (math.isfinite(value) and value > 0):
-                raise UnsupportedModelError(f"{self._path}.{key}", f"expected positive numbers, got {value!r}")
+            if type(value) is not float or not LEAST_NUMBER <= value <= LARGEST_NUMBER:
+                raise UnsupportedModelError(f"{self._path}.{key}", f"expected positive numbers {_RANGE}, got {value!r}")
         return tuple(values)
 
     def finish(self) -> None:

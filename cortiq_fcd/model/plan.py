@@ -125,7 +125,7 @@ def plan_model(source: TensorSource) -> ModelPlan:
         logit_softcap=arch.positive("final_logit_softcapping") if arch.has("final_logit_softcapping") else None,
         num_loops=_num_loops(arch),
         loop_norm=arch.take("loop_final_norm", bool, False),
-        eos_ids=_eos_ids(source.header),
+        eos_ids=tuple(i for i in _said_eos_ids(source.header) if 0 <= i < vocab),
         shapes=tensors.used,
     )
     arch.finish()
@@ -173,7 +173,18 @@ def _plan_layer(tensors: Tensors, index: int, hidden: int, mixer: MixerPlan) -> 
     )
 
 
-def _eos_ids(header: Mapping[str, Any]) -> tuple[int, ...]:
+def eos_notes(header: Mapping[str, Any], plan: ModelPlan) -> tuple[str, ...]:
+    """What a user must be told about ids that were to end a text and are no token's."""
+    lost = [str(i)[:20] for i in _said_eos_ids(header) if i not in plan.eos_ids]
+    if not lost:
+        return ()
+    return (
+        f"tokenizer_config.eos_token_ids: outside the vocabulary (0 to {plan.vocab_size - 1}) and ignored:"
+        f" {', '.join(lost[:5])}{', ...' if len(lost) > 5 else ''}",
+    )
+
+
+def _said_eos_ids(header: Mapping[str, Any]) -> tuple[int, ...]:
     config = header.get("tokenizer_config")
     ids = config.get("eos_token_ids") if isinstance(config, dict) else None
     return tuple(i for i in ids if type(i) is int) if isinstance(ids, list) else ()

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import stat
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -26,6 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 from cortiq_fcd.errors import ConfigError, CortiqError, ResourceError
 from cortiq_fcd.io.atomic import write_atomically
 from cortiq_fcd.io.hashing import hash64
+from cortiq_fcd.io.paths import is_regular
 from cortiq_fcd.io.tensor_file import F32, read_tensors, write_tensors
 from cortiq_fcd.stages.artefacts import Before, TrainingRecord, TrainingState
 
@@ -37,7 +40,10 @@ except ImportError:  # Windows
 FORMAT = "cortiq-fcd-checkpoint/1"
 GENERATIONS = 2
 _NAME = re.compile(r"checkpoint-(\d{6,})\.json")
-_OURS = re.compile(r"checkpoint-\d{6,}\.(json|safetensors)|lock|out\.json|\..+\.[0-9a-f]{16}\.partial")
+_TENSORS = re.compile(r"checkpoint-(\d{6,})\.safetensors")
+_TEMPORARY = re.compile(r"\.(checkpoint-\d{6,}\.(json|safetensors)|out\.json)\.[0-9a-f]{16}\.partial")
+_CHECKPOINT_BEGINS, _OUT_BEGINS = b'{"hash64":', b'{"identity":'
+_MOST_TENSORS_HEADER = 1 << 12  # bytes; those of ours name four tensors
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,22 @@ def folder_of(out: Path) -> Path:
     return out.with_name(out.name + ".partial")
 
 
+def finished_of(out: Path) -> Path:
+    """What the folder is called for the moment in which it is removed."""
+    return _finished(folder_of(out))
+
+
+def check_folder(out: Path) -> None:
+    """ConfigError if something that is not this program's stands where checkpoints into `out` would go."""
+    folder = folder_of(out)
+    hint = "move it away, or name another OUT"
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise ConfigError(f"{folder}: is no directory, and checkpoints go into one of this name", hint=hint)
+    for path in (folder / "lock", folder / "out.json"):
+        if os.path.lexists(path) and not _is_ours(path):
+            raise ConfigError(f"{path}: is not this program's, and checkpoints need the name", hint=hint)
+
+
 class Checkpoints:
     """The checkpoints of one run. `identity` is what must be equal for a run to end with the same bytes, by name."""
 
@@ -95,7 +117,10 @@ class Checkpoints:
                 if others:
                     differences = differences or others
                     continue
-                tensors = read_tensors(path.with_suffix(".safetensors"), body.tensors_hash64)
+                tensors_path = path.with_suffix(".safetensors")
+                if os.path.lexists(tensors_path) and not is_regular(tensors_path):
+                    raise ValueError(f"{tensors_path.name} is not a regular file")
+                tensors = read_tensors(tensors_path, body.tensors_hash64)
                 state = _state(body.record, tensors)
             except (ValueError, KeyError, OSError) as error:
                 damaged.append(f"{path.with_suffix('')} is damaged or incomplete ({_first_line(error)})")
@@ -112,7 +137,7 @@ class Checkpoints:
         """
         try:
             self.folder.mkdir(exist_ok=True)
-            lock = (self.folder / "lock").open("wb")
+            lock = _open_lock(self.folder / "lock")
         except OSError as error:
             raise ResourceError(f"{self.folder}: can't be written ({error.strerror})") from error
         with lock:
@@ -161,7 +186,7 @@ class Checkpoints:
     def clear(self) -> list[str]:
         """Remove the folder, at the end of a run. Files of others stay, and a note says so."""
         try:
-            if all(_OURS.fullmatch(path.name) for path in self.folder.iterdir()):
+            if all(_is_ours(path) for path in self.folder.iterdir()):
                 # In one move, so that a kill in between leaves no half of a checkpoint beside a finished OUT.
                 _remove(self.folder.rename(_finished(self.folder)))
             else:
@@ -172,8 +197,7 @@ class Checkpoints:
 
     def _write(self, record: TrainingRecord, tensors: dict[str, F32], before: Before) -> None:
         try:
-            newest = next((_number(path) for path in _newest_first(self.folder)), 0)
-            path = self.folder / f"checkpoint-{newest + 1:06d}.json"
+            path = _free_name(self.folder)
             tensors_hash = write_tensors(path.with_suffix(".safetensors"), tensors)
             body = asdict(Body(FORMAT, self._identity, before, record, tensors_hash))
             text = json.dumps({"hash64": _hash(body), "body": body}).encode()
@@ -187,8 +211,53 @@ class Checkpoints:
         for old in _newest_first(self.folder)[GENERATIONS:]:
             # Its marker first: without one it is no checkpoint any more.
             for path in (old, old.with_suffix(".safetensors")):
-                with contextlib.suppress(OSError):
-                    path.unlink()
+                _unlink_ours(path)
+
+
+def _free_name(folder: Path) -> Path:
+    """The next JSON file, with no other's tensors under its number."""
+    number = next((_number(path) for path in _newest_first(folder)), 0) + 1
+    while True:
+        path = folder / f"checkpoint-{number:06d}.json"
+        tensors = path.with_suffix(".safetensors")
+        if not os.path.lexists(path) and (not os.path.lexists(tensors) or _is_ours(tensors)):
+            return path
+        number += 1
+
+
+def _open_lock(path: Path) -> BinaryIO:
+    """Never emptied, never through a link, and without waiting at a pipe: the name may be somebody else's."""
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    file = os.fdopen(os.open(path, flags, 0o666), "rb", buffering=0)
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise ConfigError(f"{path}: is not a regular file", hint="move it away, or name another OUT")
+
+
+def _is_ours(path: Path) -> bool:
+    """By name, kind and first bytes: only such files may be deleted. An empty one is what a broken disk leaves."""
+    named = _NAME.fullmatch(path.name) or _TENSORS.fullmatch(path.name) or path.name in ("lock", "out.json")
+    temporary = _TEMPORARY.fullmatch(path.name)
+    if not (named or temporary) or not is_regular(path):
+        return False
+    try:
+        with path.open("rb") as file:
+            head = file.read(8)
+            if temporary or not head:
+                return True
+            if path.suffix == ".safetensors":
+                return b'"masters"' in file.read(min(int.from_bytes(head, "little"), _MOST_TENSORS_HEADER))
+            begins = _OUT_BEGINS if path.name == "out.json" else _CHECKPOINT_BEGINS
+            return path.name != "lock" and (head + file.read(len(begins))).startswith(begins)
+    except OSError:
+        return False
+
+
+def _unlink_ours(path: Path) -> None:
+    if _is_ours(path):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _locked(file: BinaryIO) -> bool:
@@ -206,7 +275,7 @@ def _locked(file: BinaryIO) -> bool:
 def _newest_first(folder: Path) -> list[Path]:
     """The JSON files of all checkpoints."""
     try:
-        found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+        found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and is_regular(path)]
     except OSError:
         return []
     return sorted(found, key=_number, reverse=True)
@@ -268,8 +337,7 @@ def _remove(folder: Path) -> None:
     """Delete our files, and the folder if nothing else is in it."""
     if folder.is_dir() and not folder.is_symlink():
         for path in folder.iterdir():
-            if _OURS.fullmatch(path.name):
-                path.unlink(missing_ok=True)
+            _unlink_ours(path)
         with contextlib.suppress(OSError):
             folder.rmdir()
 

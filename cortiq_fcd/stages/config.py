@@ -6,10 +6,14 @@ Null means "not said": the file's own `provenance.o1_attn` decides, then the def
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 
+from cortiq_fcd.io.paths import printable
+
+# JSON holds no path that is not UTF-8.
+PathSetting = Annotated[Path, PlainSerializer(printable, return_type=str, when_used="json")]
 SaveDtype = Literal["f32", "f16", "bf16", "q8_row", "q8_2f"]
 
 
@@ -32,10 +36,10 @@ class O1Config(_Config):
 class CorpusConfig(_Config):
     """Where the training and validation tokens come from."""
 
-    train: Path | None = Field(
+    train: PathSetting | None = Field(
         default=None, description="UTF-8 text, or .npy/.json token ids; default: the built-in text"
     )
-    val: Path | None = Field(
+    val: PathSetting | None = Field(
         default=None, description="validation text or ids; default: the last tenth of the training tokens"
     )
     max_train_bytes: int = Field(default=2_000_000, ge=1, description="text beyond this many bytes is cut off")
@@ -46,14 +50,14 @@ class TrainConfig(_Config):
     """The recipe. Defaults are the certified one."""
 
     steps: int = Field(default=300, ge=1, description="optimizer steps")
-    lr: float = Field(default=5e-5, gt=0, allow_inf_nan=False, description="AdamW learning rate, constant")
+    lr: float = Field(default=5e-5, gt=0, le=1e3, allow_inf_nan=False, description="AdamW learning rate, constant")
     kl: float = Field(default=0.7, ge=0, le=1, description="weight of KL(teacher || student); CE has the rest")
     eval_every: int = Field(default=25, ge=0, description="steps between validations; 0 = never")
-    batch: int = Field(default=2, ge=1, description="windows per step")
-    seq: int = Field(default=512, ge=2, description="window length, tokens")
+    batch: int = Field(default=2, ge=1, le=2**20, description="windows per step")
+    seq: int = Field(default=512, ge=2, le=2**20, description="window length, tokens")
     seed: int = Field(default=0, ge=0, lt=2**64, description="seed of the window sampler")
     polish_only: bool = Field(default=False, description="train the layers but leave their attention exact")
-    teacher: Path | None = Field(default=None, description="a CMF file to learn from; default: IN itself, exact")
+    teacher: PathSetting | None = Field(default=None, description="a CMF file to learn from; default: IN itself, exact")
 
 
 class GateConfig(_Config):
@@ -78,7 +82,7 @@ class OutputConfig(_Config):
 
     save_dtype: SaveDtype = Field(default="f32", description="dtype of the trained tensors in OUT")
     force: bool = Field(default=False, description="replace an existing OUT")
-    report: Path | None = Field(default=None, description="where the JSON report goes; default OUT.report.json")
+    report: PathSetting | None = Field(default=None, description="where the JSON report goes; default OUT.report.json")
     resume: bool | None = Field(
         default=None, description="true: a checkpoint must be there; false: start over; default: resume if one matches"
     )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 
-from cortiq_fcd.errors import DivergedError, NothingPassedError
+from cortiq_fcd.errors import CortiqError, DivergedError, NothingPassedError
 from cortiq_fcd.events import DoneEvent, Listener, ignore
+from cortiq_fcd.io.paths import printable
 from cortiq_fcd.io.reader import CmfModel, open_model
 from cortiq_fcd.io.writer import WrittenFile
 from cortiq_fcd.model.replica import Replica
@@ -39,11 +41,14 @@ def run(
     config: PolishConfig,
     listener: Listener = ignore,
     interruption: Interruption | None = None,
+    *,
+    protected: Iterable[Path] = (),
 ) -> Report:
     """Polish `source` into `out`; returns the report, which is also written beside `out`.
 
     A run that ends early leaves its checkpoints in `out`.partial and goes on from there the next time. `interruption`:
-    what has been asked for by signals, if the caller handles them.
+    what has been asked for by signals, if the caller handles them. `protected`: files beside those that `config` names
+    which may not be written, such as the one that `config` was read from.
 
     Raises CortiqError (see `cortiq_fcd.errors`) with `out` as it was, except for a run that diverged after it had found
     something better than the conversion: that is written first. Raises Interrupted when asked to stop.
@@ -52,7 +57,7 @@ def run(
     interruption = interruption or Interruption()
     device = choose_device(config.compute)
     with open_model(source) as model:
-        job = prepare(model, out, config, device, progress)
+        job = prepare(model, out, config, device, progress, protected)
         estimate.check_memory(job.sizes, device)
         room = estimate.disk(job.sizes, out, job.out_bytes)
         if room.free < room.out + room.checkpoints:
@@ -60,7 +65,8 @@ def run(
             progress.warn(f"{sizes}: some checkpoints may be missing")
         with job.checkpoints.at_work():
             report, diverged = _polish(job, model, out, config, device, interruption, progress)
-    listener(DoneEvent(outcome=report.outcome, output=str(out), report=str(job.report_path), sentence=sentence(report)))
+    output, told = printable(out), printable(job.report_path)
+    listener(DoneEvent(outcome=report.outcome, output=output, report=told, sentence=sentence(report)))
     if diverged:
         raise DivergedError(
             f"{_DIVERGED}. The best state so far (step {report.best_step}) was written to {out}", hint=_CALMER
@@ -68,12 +74,14 @@ def run(
     return report
 
 
-def dry_run(source: Path, out: Path, config: PolishConfig, listener: Listener = ignore) -> Forecast:
+def dry_run(
+    source: Path, out: Path, config: PolishConfig, listener: Listener = ignore, *, protected: Iterable[Path] = ()
+) -> Forecast:
     """What `run` would do and need. All checks of `run` are made; nothing is written. Raises as `run` does."""
     progress = Progress(listener)
     device = choose_device(config.compute)
     with open_model(source) as model:
-        job = prepare(model, out, config, device, progress)
+        job = prepare(model, out, config, device, progress, protected)
         resumes_after = _resumes_after(job, config)
         needed = estimate.memory(job.sizes, device)
         return Forecast(
@@ -129,7 +137,7 @@ def _polish(
         tool=tool_info(device),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
-    with progress.stage("provenance", str(out)):
+    with progress.stage("provenance", printable(out)):
         written = _write(story, job, model, out, stored)
     if trained.diverged:
         progress.warn("training diverged: the last steps could not be used")
@@ -139,7 +147,7 @@ def _polish(
     if is_worse(report):
         progress.warn("the written weights are worse than the conversion on the positions that count")
         report = report.model_copy(update={"warnings": progress.notes})
-    provenance.write_report(report, job.report_path)
+    _write_report(report, job.report_path, out)
     if not trained.diverged:
         progress.warn(*job.checkpoints.clear())
     return report, trained.diverged
@@ -231,6 +239,16 @@ def _write(story: provenance.Story, job: Job, model: CmfModel, out: Path, stored
         story = replace(story, config=story.config.model_copy(update={"output": output}))
     job.checkpoints.announce(provenance.record(story, model).model_dump(mode="json", by_alias=True))
     return provenance.run(story, model, out, stored)
+
+
+def _write_report(report: Report, path: Path, out: Path) -> None:
+    """The report; a failure says that OUT is there all the same."""
+    try:
+        provenance.write_report(report, path)
+    except CortiqError as error:
+        raise type(error)(
+            f"{error.message}: the report. {out} itself is written and whole", hint="see cortiq-fcd report"
+        ) from error
 
 
 def _unmeasured(final: Figures) -> list[str]:

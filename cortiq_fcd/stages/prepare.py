@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +13,12 @@ from cortiq_fcd.io.corpus import Corpus, check_lengths, load_corpus
 from cortiq_fcd.io.reader import CmfModel, open_model
 from cortiq_fcd.io.writer import check_free_space, check_output_path, expected_bytes
 from cortiq_fcd.model.conversion import Conversion, resolve_conversion
-from cortiq_fcd.model.plan import ModelPlan, plan_model
+from cortiq_fcd.model.plan import ModelPlan, eos_notes, plan_model
 from cortiq_fcd.stages import estimate, evaluate, gate, store
-from cortiq_fcd.stages.checkpoint import Checkpoints, folder_of
+from cortiq_fcd.stages.checkpoint import Checkpoints
 from cortiq_fcd.stages.config import PolishConfig
 from cortiq_fcd.stages.identity import Stamp, contents, run_identity, stamp
+from cortiq_fcd.stages.places import check_places, read_by
 from cortiq_fcd.stages.progress import Progress
 from cortiq_fcd.stages.teacher import check_teacher
 
@@ -38,18 +40,25 @@ class Job:
     out_bytes: int
 
 
-def prepare(model: CmfModel, out: Path, config: PolishConfig, device: torch.device, progress: Progress) -> Job:
-    """Check paths, model, layers, teacher, disk, text and gate. Raises CortiqError; nothing has been written then."""
+def prepare(
+    model: CmfModel,
+    out: Path,
+    config: PolishConfig,
+    device: torch.device,
+    progress: Progress,
+    protected: Iterable[Path] = (),
+) -> Job:
+    """Check paths, model, layers, teacher, disk, text and gate. Raises CortiqError; nothing has been written then.
+
+    `protected`: more files that may not be written.
+    """
     stamped = stamp(model)
-    report_path = config.output.report or out.with_name(out.name + ".report.json")
-    inputs = [*model.paths, *filter(None, (config.train.teacher, config.corpus.train, config.corpus.val))]
-    # An OUT that was announced may be this run's own, of a process that was killed after it: known below.
-    announced = (folder_of(out) / "out.json").exists()
-    check_output_path(inputs, out, config.output.force or announced)
-    check_output_path([*inputs, out], report_path, True)
+    inputs = read_by(model, config, protected)
+    report_path = check_places(inputs, out, config)
     plan = plan_model(model)
+    progress.warn(*eos_notes(model.header, plan))
     conversion = _conversion(config, plan, model, progress)
-    teacher_plan, teacher_contents = _teacher(config, plan, model, progress)
+    teacher_plan, teacher_contents = _teacher(config, plan, model, out, progress)
     out_bytes = _check_disk(config, plan, conversion, model, out)
     corpus = _corpus(config, model, progress)
     prompts = gate.select_prompts(config.gate, corpus.val, conversion)
@@ -109,13 +118,14 @@ def _conversion(config: PolishConfig, plan: ModelPlan, model: CmfModel, progress
 
 
 def _teacher(
-    config: PolishConfig, plan: ModelPlan, model: CmfModel, progress: Progress
+    config: PolishConfig, plan: ModelPlan, model: CmfModel, out: Path, progress: Progress
 ) -> tuple[ModelPlan | None, str | None]:
     """The plan of a separate teacher file, if one was given and can teach this model, and the hash of what it holds."""
     path = config.train.teacher
     if path is None:
         return None, None
     with open_model(path) as teacher:
+        check_places(list(teacher.paths), out, config)  # every shard of it
         teacher_plan = plan_model(teacher)
         progress.warn(*check_teacher(teacher, teacher_plan, model, plan))
         return teacher_plan, contents(teacher)

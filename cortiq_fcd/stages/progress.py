@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from cortiq_fcd.events import Event, Listener, StageEvent, WarningEvent
+from cortiq_fcd.io.paths import printable
 
 StageName = Literal["dequantize", "replica", "gate", "polish", "evaluate", "provenance"]
 
@@ -38,7 +39,7 @@ class Progress:
     def warn(self, *messages: str) -> None:
         """Give warnings, in order."""
         for message in messages:
-            self.pass_on(WarningEvent(message=message))
+            self.pass_on(WarningEvent(message=printable(message)))
 
     def pass_on(self, event: Event) -> None:
         """Tell the listener; a warning, whoever gave it, is also kept for the report."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from cortiq_fcd.io.atomic import write_atomically
 from cortiq_fcd.io.corpus import Corpus
+from cortiq_fcd.io.paths import printable
 from cortiq_fcd.io.reader import CmfModel
 from cortiq_fcd.io.writer import WrittenFile, write_model
 from cortiq_fcd.model.conversion import Conversion
@@ -124,7 +125,7 @@ def build_report(
         tool=story.tool,
         created=story.created,
         source=records.SourceInfo(
-            path=str(source.path),
+            path=printable(source.path),
             bytes=source.bytes_total,
             dir_hash=source.dir_hash,
             arch_name=story.plan.arch_name,
@@ -132,7 +133,7 @@ def build_report(
             params=story.plan.params,
         ),
         output=records.OutputInfo(
-            path=str(out),
+            path=printable(out),
             bytes=written.bytes,
             dir_hash=written.dir_hash,
             save_dtype=config.output.save_dtype if trained.best_step else None,
@@ -146,7 +147,7 @@ def build_report(
             val_tokens=len(story.corpus.val),
             train_sha256=story.corpus.train_sha256,
             val_sha256=story.corpus.val_sha256,
-            source=story.corpus.source,
+            source=printable(story.corpus.source),
         ),
         ppl=records.PplInfo(
             teacher=_finite(trained.teacher_ppl),

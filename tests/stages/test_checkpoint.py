@@ -257,7 +257,7 @@ def test_files_of_others_stay(folder: Path) -> None:
 
 def test_a_file_in_the_folders_place(folder: Path) -> None:
     (folder / "out.cmf.partial").write_text("dear")
-    with pytest.raises(ResourceError):
+    with pytest.raises(ConfigError):
         polished(folder)
     assert (folder / "out.cmf.partial").read_text() == "dear"
 
