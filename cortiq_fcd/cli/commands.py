@@ -91,7 +91,7 @@ def polish(
     from cortiq_fcd.stages.interrupt import Interruption
 
     with listener, Interruption().handling() as interruption:
-        report = pipeline.run(source, out, settings, listener, interruption)
+        report = pipeline.run(source, out, settings, listener, interruption, protected=filter(None, [config]))
     if json:
         write_json(report.to_json())
 

@@ -315,3 +315,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     rewrite(sources[0], out, force=True)
     assert [p.name for p in place.iterdir()] == ["out.cmf"]
     assert out.read_bytes() == versions[0]
+
+
+def test_a_source_that_cant_be_looked_at_is_not_the_targets_fault(tmp_path: Path) -> None:
+    check_output_path([tmp_path / ("x" * 500)], tmp_path / "out.cmf", False)

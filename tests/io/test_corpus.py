@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
+import os
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -252,3 +254,35 @@ def test_reference_ids() -> None:
     assert np.array_equal(corpus.val, np.load(folder / "val_ids.npy"))
     assert np.array_equal(corpus.train, same.train)
     assert np.array_equal(corpus.val, same.val)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+@pytest.mark.parametrize("ending", [".txt", ".npy", ".json"])
+def test_only_regular_files_are_read(model: CmfModel, tmp_path: Path, kind: str, ending: str) -> None:
+    path = tmp_path / f"pipe{ending}"
+    os.mkfifo(path) if kind == "fifo" else path.symlink_to("/dev/zero")
+    with pytest.raises(CorpusError, match="regular file"):
+        load(model, path)
+
+
+def test_a_name_that_no_file_can_have(model: CmfModel, tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="can't be read"):
+        load(model, tmp_path / ("x" * 500))
+
+
+@pytest.mark.parametrize("dtype", ["m8[s]", "M8[s]", "?", "f8", "O"])
+def test_what_is_no_integer_is_no_id(model: CmfModel, tmp_path: Path, dtype: str) -> None:
+    path = tmp_path / "ids.npy"
+    np.save(path, np.arange(20).astype(dtype) if dtype != "?" else np.ones(20, bool))
+    with pytest.raises(CorpusError):
+        load(model, path)
+
+
+def test_any_damaged_byte_of_an_npy_header(model: CmfModel, tmp_path: Path) -> None:
+    path = tmp_path / "ids.npy"
+    whole = npy(np.arange(40) % VOCAB_SIZE)
+    for at in range(128):
+        for byte in (0, 10, 39, 40, 92, 255):
+            path.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])
+            with contextlib.suppress(CorpusError):
+                load(model, path)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from cortiq_fcd.errors import CortiqError, UnsupportedModelError
 from cortiq_fcd.events import Event, StageEvent
+from cortiq_fcd.io.reader import open_model
 from cortiq_fcd.model.consumed import INFORMATIONAL_KEYS, NEUTRAL_VALUES
 from cortiq_fcd.model.mixers import AttentionPlan, DeltaNetPlan
 from cortiq_fcd.model.plan import ModelPlan, plan_model
@@ -359,3 +360,13 @@ def test_a_run_is_refused_before_any_work(tmp_path: Path, whose: str, key: str) 
     assert caught.value.exit_code == 4
     assert set(tmp_path.iterdir()) == before
     assert not [event for event in events if isinstance(event, StageEvent)]
+
+
+@pytest.mark.parametrize("key", ["query_pre_attn_scalar", "rms_norm_eps", "embed_multiplier", "logit_multiplier"])
+@pytest.mark.parametrize("value", [1e-300, 1e-13, 1e13, 1e300])
+def test_numbers_that_f32_cant_compute_with(tmp_path: Path, key: str, value: float) -> None:
+    header = PLAIN.header()
+    header["arch"][key] = value
+    write_arrays(tmp_path / "in.cmf", header, PLAIN.arrays())
+    with open_model(tmp_path / "in.cmf") as model, pytest.raises(UnsupportedModelError, match=f"arch.{key}"):
+        plan_model(model)
