@@ -120,7 +120,8 @@ def say(error: CortiqError) -> int:
     """
     from cortiq_fcd.display.figures import printable
 
-    lines = [f"error: {error.message}", *(f"hint: {line}" for line in error.hint.split("\n") if line)]
+    hint = error.hint or ("cortiq-fcd polish --help lists units and defaults" if error.message.startswith("--") else "")
+    lines = [f"error: {error.message}", *(f"hint: {line}" for line in hint.split("\n") if line)]
     sys.stderr.write("".join(f"{printable(line)}\n" for line in lines))
     return error.exit_code
 

@@ -47,7 +47,11 @@ class _Handler:
 
     def _repeat(self, number: int) -> None:
         self._is_repeated = True
-        _thread.interrupt_main(signal.Signals(number))
+        main = threading.main_thread().ident
+        if hasattr(signal, "pthread_kill") and main is not None:
+            signal.pthread_kill(main, number)  # ends a sleep or a read, too
+        else:
+            _thread.interrupt_main(signal.Signals(number))
 
 
 @contextlib.contextmanager
