@@ -29,6 +29,7 @@ WORD_BYTES = 4
 # Checkpoints on disk at once: two that are kept, and the one being written; each of masters, two moments, best state.
 GENERATIONS, VECTORS = 3, 4
 # What libraries take when they first work: product workspaces, thread stacks, decoders.
+MANY_POSITIONS = 1 << 16  # of a step: beyond, trying one out takes long
 WORKSPACE_BYTES = 24 << 20
 
 
@@ -200,6 +201,7 @@ class Forecast:
 
 def check_memory(sizes: Sizes, device: torch.device) -> None:
     """ResourceError (exit 6) if the run needs more memory than there is, with what would fit."""
+    _check_least(sizes, device)
     needed = memory(sizes, device)
     if needed.fits:
         return
@@ -209,6 +211,23 @@ def check_memory(sizes: Sizes, device: torch.device) -> None:
         f"{needed.available:,} more are available on {where}",
         hint=what_fits(sizes, device),
     )
+
+
+def _check_least(sizes: Sizes, device: torch.device) -> None:
+    """Refuse what is hopeless by arithmetic alone where trying it out, as the estimate does, would take minutes."""
+    if sizes.train.batch * sizes.train.seq < MANY_POSITIONS:
+        return
+    _, available = _machine(device)
+    widest = max(layer.ffn_size for layer in sizes.plan.layers)
+    # The least a step holds: the input of every trained layer, and one layer's feed-forward.
+    columns = sizes.plan.hidden_size * len(sizes.conversion.layers) + widest
+    least = sizes.train.batch * sizes.train.seq * columns * WORD_BYTES
+    if available is not None and least > available:
+        raise ResourceError(
+            f"a step of --batch {sizes.train.batch} and --seq {sizes.train.seq} needs more than {least:,} bytes of"
+            f" memory, and only {available:,} are available",
+            hint="try a much smaller --batch or --seq",
+        )
 
 
 def what_fits(sizes: Sizes, device: torch.device) -> str:

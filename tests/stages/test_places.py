@@ -201,9 +201,9 @@ def test_bounds_of_the_recipe(field: str, value: float, folder: Path) -> None:
 
 
 def test_a_batch_that_no_memory_holds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "available_bytes", lambda: 2 << 30)
+    monkeypatch.setattr(estimate, "available_bytes", lambda: 1 << 29)
     np.save(folder / "ids.npy", np.arange(200_000) % MODEL.V)
     before = contents(folder)
-    with pytest.raises(ResourceError, match="bytes of memory"):
+    with pytest.raises(ResourceError, match="of memory"):
         polished_by(folder, **SHORT, train_batch=100_000, corpus_train=folder / "ids.npy")
     assert contents(folder) == before
