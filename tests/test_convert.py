@@ -511,3 +511,13 @@ def test_the_example_for_other_converters(tmp_path: Path, text: list[str]) -> No
     again = example_run(*options)
     assert again.returncode == 1
     assert "exit 2: error: " in again.stderr
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json", "sub/notes.txt"])
+def test_out_is_no_file_of_the_models_directory(run: Run, model_dir: Path, name: str) -> None:
+    (model_dir / "sub").mkdir()
+    if not (model_dir / name).exists():
+        (model_dir / name).write_text("{}")
+    before = (model_dir / name).read_bytes()
+    assert run("convert", model_dir, model_dir / name, "--force").code == 2
+    assert (model_dir / name).read_bytes() == before
