@@ -249,7 +249,7 @@ def test_every_expected_error_has_its_code(
 ) -> None:
     from cortiq_fcd.stages import pipeline
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise error
 
     monkeypatch.setattr(pipeline, "run", fail)
@@ -262,7 +262,7 @@ def test_every_expected_error_has_its_code(
 def test_a_bug_is_not_hidden(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cortiq_fcd.stages import pipeline
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(pipeline, "run", fail)
