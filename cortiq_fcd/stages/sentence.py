@@ -34,7 +34,15 @@ def _polished(report: Report) -> list[str]:
     whole = report.ppl.final_windows
     if ppl is not whole and whole.start is not None and whole.final is not None and whole.final > whole.start:
         parts.append(f"over whole windows it rose {_arrow(whole)}")
+    if _learned_text(report):
+        parts.append("KL rose, so it learned this kind of text rather than mended what the conversion cost")
     return [*parts, _gate(report)]
+
+
+def _learned_text(report: Report) -> bool:
+    """Whether perplexity fell while the distance to the exact model grew."""
+    start, final = report.kl_served.start, report.kl_served.final
+    return start is not None and final is not None and final > start and not is_worse(report)
 
 
 def _identity(report: Report) -> list[str]:

@@ -126,3 +126,10 @@ def test_sentences_of_polish_only_speak_of_no_conversion() -> None:
     worse = PplInfo(served=Triple(teacher=30.1, start=41.2, final=43.0))
     for changes in ({}, {"ppl": worse}, IDENTITY | {"gate": SKIPPED_GATE}, IDENTITY | {"gate": REJECTED_GATE}):
         assert "conversion" not in sentence(sample_report(recipe=recipe, **changes))
+
+
+def test_learning_the_text_is_not_called_mending() -> None:
+    """Perplexity below the exact model's with a KL that rose: the numbers alone read like a triumph."""
+    learned = sample_report(kl_served=KlInfo(start=0.1, final=0.2))
+    assert "KL rose, so it learned this kind of text" in sentence(learned)
+    assert "KL rose" not in sentence(sample_report(kl_served=KlInfo(start=0.2, final=0.1)))
