@@ -19,7 +19,7 @@ from cortiq_fcd.stages.report import Report
 from tests.fixtures import tiny_tokenizer, write_arrays
 from tests.stages.test_pipeline import MODEL, furnished, polished_by, settings
 
-SHORT = {"train_steps": 1, "gate_enabled": False}
+SHORT: dict[str, Any] = {"train_steps": 1, "gate_enabled": False}
 
 
 @pytest.fixture
@@ -93,8 +93,9 @@ def test_no_input_is_where_files_are_removed(section: str, partial: str, folder:
     inside.parent.mkdir()
     inside.write_bytes((folder / "train.txt").read_bytes())
     (folder / "link").symlink_to(inside)
-    assert "inside" in refused(folder, **{section: inside})
-    assert "inside" in refused(folder, **{section: folder / "link"})
+    for path in (inside, folder / "link"):
+        changes: dict[str, Any] = {section: path}
+        assert "inside" in refused(folder, **changes)
 
 
 def link(path: Path) -> None:
