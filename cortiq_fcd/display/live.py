@@ -13,8 +13,9 @@ from rich.text import Text
 
 from cortiq_fcd.display import figures
 from cortiq_fcd.display.curve import sparkline
-from cortiq_fcd.display.state import RunState, StageState, peak_rss_bytes
+from cortiq_fcd.display.state import RunState, StageState
 from cortiq_fcd.events import DoneEvent, Event, StepEvent
+from cortiq_fcd.stages.capacity import peak_resident_bytes
 
 REFRESH_PER_S = 4
 VERDICTS_SHOWN = 4
@@ -64,7 +65,7 @@ class LiveDisplay:
                 yield self._bar(self._state.step)
                 yield from self._numbers(self._state.step)
         yield from self._verdicts()
-        if (peak := peak_rss_bytes()) is not None and self._state.stages:
+        if (peak := peak_resident_bytes()) is not None and self._state.stages:
             yield self._line(f"  memory      peak {figures.size(peak)}", "dim")
         shown = [] if self._state.done else self._state.warnings[-WARNINGS_SHOWN:]
         for message in shown:

@@ -6,8 +6,9 @@ import time
 from typing import TextIO
 
 from cortiq_fcd.display import figures
-from cortiq_fcd.display.state import RunState, peak_rss_bytes
+from cortiq_fcd.display.state import RunState
 from cortiq_fcd.events import DoneEvent, EvalEvent, Event, GateEvent, StageEvent, StepEvent, WarningEvent
+from cortiq_fcd.stages.capacity import peak_resident_bytes
 
 
 class Plain:
@@ -68,7 +69,7 @@ class Plain:
             text += f", {speed:.0f} tokens/s"
         if (left_s := self._state.time_left_s) is not None and event.step < event.steps:
             text += f", {figures.duration(left_s)} left"
-        if event.step == event.steps and (peak := peak_rss_bytes()) is not None:
+        if event.step == event.steps and (peak := peak_resident_bytes()) is not None:
             text += f", peak memory {figures.size(peak)}"
         return text
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -84,13 +83,3 @@ class RunState:
             return None
         pace_s = (self._last_step_at_s - self._first_step_at_s) / self.step.step
         return pace_s * (self.step.steps - self.step.step)
-
-
-def peak_rss_bytes() -> int | None:
-    """Peak resident memory of this process; None where the system doesn't tell."""
-    try:
-        import resource
-    except ImportError:
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

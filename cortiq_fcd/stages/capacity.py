@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,18 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes about 2^63 where there is no limit
 def resident_bytes() -> int:
     """Memory of this process now; 0 where the system doesn't tell."""
     return _field(PROC / "self/status", "VmRSS") or 0
+
+
+def peak_resident_bytes() -> int | None:
+    """The most memory that this process has used; null where the system doesn't tell."""
+    # Not ru_maxrss on Linux: that one survives exec, so a small program started by a large one reports the large one.
+    peak = _field(PROC / "self/status", "VmHWM")
+    if peak is not None or sys.platform == "win32":
+        return peak
+    import resource
+
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024
 
 
 def available_bytes() -> int | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from importlib.metadata import version
 
 import torch
 
 from cortiq_fcd.errors import ConfigError
+from cortiq_fcd.stages.capacity import peak_resident_bytes
 from cortiq_fcd.stages.config import ComputeConfig
 from cortiq_fcd.stages.report import MemoryInfo, ToolInfo
 
@@ -61,11 +61,5 @@ def tool_info(device: torch.device) -> ToolInfo:
 
 def memory_info(device: torch.device) -> MemoryInfo:
     """Peak memory of this process so far."""
-    peak = None
-    if sys.platform != "win32":
-        import resource
-
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peak = used if sys.platform == "darwin" else used * 1024
     on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return MemoryInfo(peak_rss_bytes=peak, peak_device_bytes=on_device)
+    return MemoryInfo(peak_rss_bytes=peak_resident_bytes(), peak_device_bytes=on_device)

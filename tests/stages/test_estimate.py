@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -191,3 +192,12 @@ def test_a_dry_run_for_people(tmp_path: Path) -> None:
     assert (told.returncode, told.stderr) == (0, "")
     for words in ("layers trained       2: 0-1", "memory, at most", "disk free", "a step"):
         assert words in told.stdout
+
+
+def test_the_peak_is_this_programs_own() -> None:
+    """A small program that a large one starts must not report the large one's memory (ru_maxrss does)."""
+    held = bytearray(300 << 20)
+    held[::4096] = b"x" * len(held[::4096])
+    command = "from cortiq_fcd.stages.capacity import peak_resident_bytes as peak; print(peak())"
+    told = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
+    assert 0 < int(told.stdout) < len(held)
