@@ -60,16 +60,18 @@ def run(config: GateConfig, prompts: Prompts, replica: Replica) -> Gate | None:
     if prompts.skipped:
         return None
     baseline = loop_scores(prompts, replica)
+    start = Judgement(baseline, passes(config, baseline, baseline))
+    return gate_against(config, prompts, start, loop_scores(prompts, replica, student=False))
+
+
+def gate_against(config: GateConfig, prompts: Prompts, start: Judgement, teacher_scores: tuple[float, ...]) -> Gate:
+    """The gate whose baseline is known: this run's, or a resumed one's."""
 
     def judge(candidate: Replica) -> Judgement:
         scores = loop_scores(prompts, candidate)
-        return Judgement(scores, passes(config, scores, baseline))
+        return Judgement(scores, passes(config, scores, start.scores))
 
-    return Gate(
-        judge=judge,
-        start=Judgement(baseline, passes(config, baseline, baseline)),
-        teacher_scores=loop_scores(prompts, replica, student=False),
-    )
+    return Gate(judge, start, teacher_scores)
 
 
 def loop_scores(prompts: Prompts, replica: Replica, *, student: bool = True) -> tuple[float, ...]:

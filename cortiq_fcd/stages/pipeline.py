@@ -17,7 +17,7 @@ from cortiq_fcd.io.reader import CmfModel, open_model
 from cortiq_fcd.io.writer import WrittenFile
 from cortiq_fcd.model.replica import Replica
 from cortiq_fcd.stages import dequantize, estimate, evaluate, gate, polish, provenance, replica, store
-from cortiq_fcd.stages.artefacts import Before, Comparison, Figures, Gate, Judgement, Stored, Trained
+from cortiq_fcd.stages.artefacts import Before, Comparison, Figures, Gate, Stored, Trained
 from cortiq_fcd.stages.checkpoint import Checkpoint
 from cortiq_fcd.stages.config import PolishConfig
 from cortiq_fcd.stages.estimate import Forecast
@@ -179,15 +179,9 @@ def _measure_before(job: Job, network: Replica, config: PolishConfig, progress: 
 
 def _gate(before: Before, job: Job, config: PolishConfig) -> Gate | None:
     """The gate against a baseline that is known."""
-    start = before.gate
-    if start is None:
+    if before.gate is None:
         return None
-
-    def judge(candidate: Replica) -> Judgement:
-        scores = gate.loop_scores(job.prompts, candidate)
-        return Judgement(scores, gate.passes(config.gate, scores, start.scores))
-
-    return Gate(judge, start, before.teacher_scores)
+    return gate.gate_against(config.gate, job.prompts, before.gate, before.teacher_scores)
 
 
 def _train(
