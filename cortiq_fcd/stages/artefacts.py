@@ -15,10 +15,11 @@ from cortiq_fcd.model.replica import Replica
 
 @dataclass(frozen=True)
 class Judgement:
-    """The gate's verdict over one checkpoint: the loop score of each prompt, 0 to 1."""
+    """The gate's verdict over one checkpoint: the loop score of each prompt, 0 to 1, and the ids it is the score of."""
 
     scores: tuple[float, ...]
     passed: bool
+    continuations: tuple[tuple[int, ...], ...] = ()
 
 
 Judge = Callable[[Replica], Judgement]
@@ -27,13 +28,13 @@ Judge = Callable[[Replica], Judgement]
 
 @dataclass(frozen=True)
 class Gate:
-    """How checkpoints are judged, the verdict over step 0 (the conversion as it is: every score's baseline), and how
-    the teacher scores on the same prompts.
+    """How checkpoints are judged, the verdict over step 0 (the conversion as it is: every score's baseline), and the
+    one over the teacher's exact attention on the same prompts.
     """
 
     judge: Judge
     start: Judgement
-    teacher_scores: tuple[float, ...]
+    exact: Judgement
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Before:
-    """Everything that was measured before the first step. `gate` null: checkpoints are not judged."""
+    """Everything that was measured before the first step. `gate`, `exact` null: checkpoints are not judged."""
 
     gate: Judgement | None
-    teacher_scores: tuple[float, ...]
+    exact: Judgement | None
     teacher: Figures
     start: Figures
 

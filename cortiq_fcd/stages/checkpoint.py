@@ -37,7 +37,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-FORMAT = "cortiq-fcd-checkpoint/1"
+FORMAT = "cortiq-fcd-checkpoint/2"
 GENERATIONS = 2
 _NAME = re.compile(r"checkpoint-(\d{6,})\.json")
 _TENSORS = re.compile(r"checkpoint-(\d{6,})\.safetensors")

@@ -6,6 +6,7 @@ validation tokens are continued greedily for 60, through the streaming kernel wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,34 +60,46 @@ def run(config: GateConfig, prompts: Prompts, replica: Replica) -> Gate | None:
     """The gate, with the present masters (which must be the untrained ones) as its baseline; null when skipped."""
     if prompts.skipped:
         return None
-    baseline = loop_scores(prompts, replica)
-    start = Judgement(baseline, passes(config, baseline, baseline))
-    return gate_against(config, prompts, start, loop_scores(prompts, replica, student=False))
+    start = _judgement(config, continuations(prompts, replica))
+    exact = continuations(prompts, replica, student=False)
+    return gate_against(config, prompts, start, _judgement(config, exact, start.scores))
 
 
-def gate_against(config: GateConfig, prompts: Prompts, start: Judgement, teacher_scores: tuple[float, ...]) -> Gate:
+def gate_against(config: GateConfig, prompts: Prompts, start: Judgement, exact: Judgement) -> Gate:
     """The gate whose baseline is known: this run's, or a resumed one's."""
 
     def judge(candidate: Replica) -> Judgement:
-        scores = loop_scores(prompts, candidate)
-        return Judgement(scores, passes(config, scores, start.scores))
+        return _judgement(config, continuations(prompts, candidate), start.scores)
 
-    return Gate(judge, start, teacher_scores)
+    return Gate(judge, start, exact)
 
 
-def loop_scores(prompts: Prompts, replica: Replica, *, student: bool = True) -> tuple[float, ...]:
-    """Loop score of each prompt's greedy continuation: the masters through the served kernel, or the teacher."""
+def continuations(prompts: Prompts, replica: Replica, *, student: bool = True) -> tuple[tuple[int, ...], ...]:
+    """Ids of each prompt's greedy continuation: the masters through the served kernel, or the teacher."""
     ids = torch.from_numpy(prompts.ids).to(replica.weights.embed.device)
     eos = replica.weights.plan.eos_ids
-    return tuple(loop_score(row) for row in greedy(replica, ids, NEW_TOKENS, eos, student=student, served=student))
+    return tuple(tuple(row) for row in greedy(replica, ids, NEW_TOKENS, eos, student=student, served=student))
 
 
-def loop_score(ids: list[int]) -> float:
+def _judgement(
+    config: GateConfig, spoken: tuple[tuple[int, ...], ...], baseline: tuple[float, ...] | None = None
+) -> Judgement:
+    """The verdict over these continuations; `baseline` null: they are the baseline."""
+    scores = tuple(map(loop_score, spoken))
+    return Judgement(scores, passes(config, scores, scores if baseline is None else baseline), spoken)
+
+
+def loop_score(ids: Sequence[int]) -> float:
     """1 - unique 4-grams / all 4-grams: 0 without a repetition, near 1 in a tight loop; 0 for fewer than 5 ids."""
     if len(ids) <= NGRAM:
         return 0.0
-    grams = [tuple(ids[i : i + NGRAM]) for i in range(len(ids) - NGRAM + 1)]
+    grams = ngrams(ids)
     return 1 - len(set(grams)) / len(grams)
+
+
+def ngrams(ids: Sequence[int]) -> list[tuple[int, ...]]:
+    """All runs of four ids, in order."""
+    return [tuple(ids[i : i + NGRAM]) for i in range(len(ids) - NGRAM + 1)]
 
 
 def passes(config: GateConfig, scores: tuple[float, ...], baseline: tuple[float, ...]) -> bool:

@@ -16,7 +16,7 @@ from cortiq_fcd.io.paths import printable
 from cortiq_fcd.io.reader import CmfModel, open_model
 from cortiq_fcd.io.writer import WrittenFile
 from cortiq_fcd.model.replica import Replica
-from cortiq_fcd.stages import dequantize, estimate, evaluate, gate, polish, provenance, replica, store
+from cortiq_fcd.stages import dequantize, estimate, evaluate, gate, polish, provenance, replica, store, texts
 from cortiq_fcd.stages.artefacts import Before, Comparison, Figures, Gate, Stored, Trained
 from cortiq_fcd.stages.checkpoint import Checkpoint
 from cortiq_fcd.stages.config import PolishConfig
@@ -133,6 +133,7 @@ def _polish(
         comparison=Comparison(before.teacher, before.start, final),
         gate=judged,
         gate_skipped=job.prompts.skipped,
+        texts=texts.run(model, job.prompts.ids, judged, trained) if judged else None,
         trainable_params=network.masters.flat.numel(),
         tool=tool_info(device),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -173,15 +174,14 @@ def _measure_before(job: Job, network: Replica, config: PolishConfig, progress: 
     with progress.stage("evaluate", "before training"):
         teacher = evaluate.run(config.train, network, job.windows, student=False)
         start = evaluate.run(config.train, network, job.windows, student=True)
-    scores = judged.teacher_scores if judged else ()
-    return Before(judged.start if judged else None, scores, teacher, start)
+    return Before(judged.start if judged else None, judged.exact if judged else None, teacher, start)
 
 
 def _gate(before: Before, job: Job, config: PolishConfig) -> Gate | None:
     """The gate against a baseline that is known."""
-    if before.gate is None:
+    if before.gate is None or before.exact is None:
         return None
-    return gate.gate_against(config.gate, job.prompts, before.gate, before.teacher_scores)
+    return gate.gate_against(config.gate, job.prompts, before.gate, before.exact)
 
 
 def _train(

@@ -34,6 +34,7 @@ class Story:
     comparison: Comparison
     gate: Gate | None
     gate_skipped: str
+    texts: records.GateTexts | None
     trainable_params: int
     tool: records.ToolInfo
     created: str
@@ -192,9 +193,10 @@ def _gate(story: Story) -> records.GateInfo:
         threshold=config.threshold,
         slack=config.slack,
         baseline=story.baseline,
-        teacher=list(story.gate.teacher_scores) if story.gate else None,
+        teacher=list(story.gate.exact.scores) if story.gate else None,
         evals=[_gate_eval(e) for e in story.trained.evaluations] if story.gate_ran else [],
         chosen=story.chosen,
+        texts=story.texts,
     )
 
 

@@ -146,6 +146,31 @@ class GateEval(_Record):
     passed: bool | None = Field(description="the verdict; null = not decoded")
 
 
+class Continuation(_Record):
+    """What a model said after a prompt, greedily."""
+
+    text: str = Field(description="the text; token ids where the model has no tokenizer")
+    repeats: list[tuple[int, int]] = Field(
+        default=[], description="spans of text, in characters, that lie in 4-grams of tokens which it had said before"
+    )
+
+
+class PromptTexts(_Record):
+    """One prompt, and its continuations. Null = not decoded."""
+
+    prompt: str = Field(description="the end of the prompt: its last tokens as text")
+    teacher: Continuation | None = Field(default=None, description="with exact attention, source weights")
+    start: Continuation | None = Field(default=None, description="before training, through the served kernel")
+    after: Continuation | None = Field(default=None, description="the checkpoint step, through the served kernel")
+
+
+class GateTexts(_Record):
+    """What the gate read."""
+
+    step: int | None = Field(description="checkpoint of after: the chosen one, else the last one judged; null = none")
+    prompts: list[PromptTexts] = Field(description="one entry a prompt")
+
+
 class GateInfo(_Record):
     """The generation gate: does greedy text through the served kernel loop."""
 
@@ -160,6 +185,7 @@ class GateInfo(_Record):
     )
     evals: list[GateEval] = Field(default=[], description="one entry a checkpoint, in order")
     chosen: int | None = Field(default=None, description="step of the checkpoint that passed and won; null = none")
+    texts: GateTexts | None = Field(default=None, description="what was said before and after; null = nothing was")
 
 
 class EvalRecord(_Record):

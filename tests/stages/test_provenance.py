@@ -16,7 +16,7 @@ from cortiq_fcd.model.conversion import Conversion
 from cortiq_fcd.stages import provenance
 from cortiq_fcd.stages.artefacts import Comparison, Evaluation, Figures, Gate, Judgement, Step, Stored, Trained
 from cortiq_fcd.stages.config import GateConfig, PolishConfig, TrainConfig
-from cortiq_fcd.stages.report import MemoryInfo, Report, ToolInfo
+from cortiq_fcd.stages.report import Continuation, GateTexts, MemoryInfo, PromptTexts, Report, ToolInfo
 from tests.fixtures import Tiny
 from tests.oracles import cmf_reader
 
@@ -35,6 +35,7 @@ TRAINED = Trained(
     diverged=False,
     gate_seconds=1.0,
 )
+TEXTS = GateTexts(step=4, prompts=[PromptTexts(prompt="Once", after=Continuation(text=" upon a", repeats=[(0, 5)]))])
 STORY = provenance.Story(
     config=PolishConfig(
         train=TrainConfig(steps=9, lr=0.1, kl=0.2, eval_every=2, batch=3, seq=40, seed=6),
@@ -47,8 +48,9 @@ STORY = provenance.Story(
     comparison=Comparison(
         Figures(21.0, 31.0, 0.0, 41.0), Figures(22.0, 32.0, 0.5, 42.0), Figures(23.0, 33.0, 0.25, 43.0)
     ),
-    gate=Gate(lambda replica: Judgement((), True), Judgement((0.0, 0.1, 0.2), True), (0.3, 0.0, 0.4)),
+    gate=Gate(lambda replica: Judgement((), True), Judgement((0.0, 0.1, 0.2), True), Judgement((0.3, 0.0, 0.4), False)),
     gate_skipped="",
+    texts=TEXTS,
     trainable_params=77,
     tool=ToolInfo(name="t", version="1", torch="2", python="3", device="cpu", precision="f32", threads=1),
     created="2020-01-01T00:00:00+00:00",
@@ -58,6 +60,7 @@ SKIPPED = replace(
     STORY,
     gate=None,
     gate_skipped="too short",
+    texts=None,
     trained=replace(TRAINED, evaluations=tuple(replace(e, judgement=None) for e in TRAINED.evaluations)),
 )
 
@@ -95,6 +98,7 @@ def test_the_report_of_a_polish(source: Path) -> None:
         [0.1, 0.2, 0.3],
         4,
     )
+    assert gate.texts == TEXTS
     assert [(e.step, e.scores, e.passed) for e in gate.evals] == [
         (0, [0.1, 0.2, 0.3], True),
         (2, None, None),
