@@ -56,6 +56,7 @@ class GateEvent(_Event):
     step: int
     scores: list[float] = Field(description="loop score of each prompt, 0 to 1")
     passed: bool
+    tight_loops: int = Field(default=0, description="texts that failed for ending in a tight loop (strict profile)")
 
 
 class WarningEvent(_Event):

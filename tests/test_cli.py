@@ -209,6 +209,7 @@ def test_text_without_a_tokenizer(run: Run, model: Path, tmp_path: Path) -> None
         (["--kl", "1.5"], "--kl"),
         (["--o1-m", "3"], "--o1-m"),
         (["--save-dtype", "q2"], "--save-dtype"),
+        (["--gate-profile", "severe"], "--gate-profile"),
         (["--progress", "bar"], "--progress"),
         (["--o1", "some"], "--o1"),
         (["--device", "abacus"], "--device"),

@@ -96,6 +96,14 @@ SETTINGS: tuple[Setting, ...] = (
         "gate.enabled", "--gate/--no-gate", bool, "", GATE, "let loop scores of generated text choose; default: gate"
     ),
     Setting(
+        "gate.profile",
+        "--gate-profile",
+        str,
+        "NAME",
+        GATE,
+        "standard: 3 prompts x 60 tokens; strict: 16 x 128, no tight loops; default: standard",
+    ),
+    Setting(
         "gate.threshold", "--gate-threshold", float, "X", GATE, "highest loop score that passes, 0 to 1; default: 0.35"
     ),
     Setting(

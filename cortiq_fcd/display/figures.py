@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+SCORES_SHOWN = 6  # more would not fit into a line
+
 
 def perplexity(value: float | None) -> str:
     """A perplexity, or a dash when it was not measured."""
@@ -53,8 +55,17 @@ def duration(seconds: float) -> str:
 
 
 def scores(values: list[float] | None) -> str:
-    """Loop scores of the gate's prompts, 0 to 1."""
-    return "-" if values is None else " ".join(f"{value:.2f}" for value in values)
+    """Loop scores of the gate's prompts, 0 to 1; of many prompts the worst and the mean."""
+    if values is None:
+        return "-"
+    if len(values) > SCORES_SHOWN:
+        return f"worst {max(values):.2f}, mean {sum(values) / len(values):.2f} of {len(values)}"
+    return " ".join(f"{value:.2f}" for value in values)
+
+
+def tight_loops(count: int) -> str:
+    """What a verdict adds about texts that ended in a tight loop."""
+    return f", {count} in a tight loop" if count else ""
 
 
 def layers(numbers: list[int]) -> str:

@@ -116,7 +116,8 @@ class LiveDisplay:
         for verdict in self._state.gates[-VERDICTS_SHOWN:]:
             style = "green" if verdict.passed else "red"
             word = "passed" if verdict.passed else "failed"
-            yield self._line(f"  gate @{verdict.step:<5} {word}: loop scores {figures.scores(verdict.scores)}", style)
+            scores = figures.scores(verdict.scores) + figures.tight_loops(verdict.tight_loops)
+            yield self._line(f"  gate @{verdict.step:<5} {word}: loop scores {scores}", style)
 
     def _line(self, text: str, style: str = "") -> Text:
         """One line that the terminal can encode, cut at its edge."""

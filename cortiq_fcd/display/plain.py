@@ -57,7 +57,8 @@ class Plain:
             return eval_text(event)
         if isinstance(event, GateEvent):
             verdict = "passed" if event.passed else "failed"
-            return f"gate step {event.step}: {verdict}, loop scores {figures.scores(event.scores)}"
+            scores = figures.scores(event.scores) + figures.tight_loops(event.tight_loops)
+            return f"gate step {event.step}: {verdict}, loop scores {scores}"
         if isinstance(event, WarningEvent):
             return f"warning: {event.message}"
         return done_text(event)

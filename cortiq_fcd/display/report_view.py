@@ -11,6 +11,7 @@ from rich.text import Text
 
 from cortiq_fcd.display import figures
 from cortiq_fcd.display.curve import chart, sparkline
+from cortiq_fcd.display.repetition_view import of_report, repetition_table
 from cortiq_fcd.stages.report import GateInfo, LossRecord, Report
 from cortiq_fcd.stages.sentence import sentence
 
@@ -25,6 +26,9 @@ def show_report(report: Report, console: Console) -> None:
     _section(console, "Perplexity (lower is better)", perplexity_table(report))
     _section(console, "Generation gate", gate_table(report.gate))
     _gate_words(report.gate, console)
+    repetition = repetition_table(of_report(report.gate))
+    if repetition.row_count:
+        _section(console, "How much the texts repeat (rep-n: share of repeated n-grams)", repetition)
     _curves(report, console)
     _section(console, "How it was made", facts_table(report_facts(report)))
     for message in report.warnings:
@@ -125,6 +129,8 @@ def _gate_words(gate: GateInfo, console: Console) -> None:
         words = f"skipped: {gate.reason}"
     else:
         words = f"a prompt passes at {gate.threshold:.2f} or less, and at most {gate.slack:.2f} above its score before"
+        words += f", in steps of {gate.granularity:.3f}" if gate.granularity is not None else ""
+        words += "; strict: a text that ends in a tight loop fails" if gate.profile == "strict" else ""
         words += "; * = chosen" if gate.chosen is not None else "; nothing was chosen"
     console.print(Padding(Text(figures.printable(words), style="dim"), (0, 0, 0, 2)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,3 +46,19 @@ def windows(ids: Ids, offsets: list[int], seq: int, device: torch.device) -> tup
     """Token windows [B, seq] and their targets (shifted by one), int64."""
     rows = torch.from_numpy(np.stack([ids[o : o + seq + 1] for o in offsets])).to(device)
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def measured_spans(tokens: int, seq: int, batch: int) -> list[tuple[int, int]]:
+    """Where the quick and the six-round validation windows lie, [start, stop) with the last target."""
+    rounds = (QUICK_ROUNDS, FINAL_ROUNDS)
+    return [(o, o + seq + 1) for r in rounds for o in validation_offsets(tokens, seq, r * batch)]
+
+
+def free_offsets(tokens: int, taken: Iterable[tuple[int, int]], length: int) -> list[int]:
+    """Offsets of windows of `length` tokens, side by side, that touch neither one another nor what is taken."""
+    free: list[int] = []
+    at = 0
+    for start, stop in [*sorted(taken), (tokens, tokens)]:
+        free += range(at, start - length + 1, length)
+        at = max(at, stop)
+    return free

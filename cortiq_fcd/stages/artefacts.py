@@ -15,11 +15,15 @@ from cortiq_fcd.model.replica import Replica
 
 @dataclass(frozen=True)
 class Judgement:
-    """The gate's verdict over one checkpoint: the loop score of each prompt, 0 to 1, and the ids it is the score of."""
+    """The gate's verdict over one checkpoint: the loop score of each prompt, 0 to 1, and the ids it is the score of.
+
+    `tight_loops`: texts that failed for ending in one, whatever their score.
+    """
 
     scores: tuple[float, ...]
     passed: bool
     continuations: tuple[tuple[int, ...], ...] = ()
+    tight_loops: int = 0
 
 
 Judge = Callable[[Replica], Judgement]

@@ -15,6 +15,7 @@ from cortiq_fcd.io.paths import printable
 # JSON holds no path that is not UTF-8.
 PathSetting = Annotated[Path, PlainSerializer(printable, return_type=str, when_used="json")]
 SaveDtype = Literal["f32", "f16", "bf16", "q8_row", "q8_2f"]
+GateProfile = Literal["standard", "strict"]
 
 
 class _Config(BaseModel):
@@ -64,6 +65,10 @@ class GateConfig(_Config):
     """The generation gate."""
 
     enabled: bool = Field(default=True, description="decode through the served kernel and let loop scores choose")
+    profile: GateProfile = Field(
+        default="standard",
+        description="standard: 3 prompts x 60 tokens; strict: 16 x 128 beside the validation windows, no tight loops",
+    )
     threshold: float = Field(default=0.35, ge=0, le=1, description="highest loop score that passes")
     slack: float = Field(default=0.10, ge=0, le=1, description="how far a prompt may loop more than before training")
     every_checkpoint: bool = Field(default=False, description="also judge checkpoints that can't win (library only)")

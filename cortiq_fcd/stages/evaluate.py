@@ -11,7 +11,15 @@ from cortiq_fcd.kernels.ce_kl import chunk_rows, kl_rows, nll_sum
 from cortiq_fcd.model.decode import served_hidden
 from cortiq_fcd.model.perplexity import perplexity_at, window_perplexity
 from cortiq_fcd.model.replica import Replica, hidden_states
-from cortiq_fcd.model.windows import FINAL_ROUNDS, QUICK_ROUNDS, Ids, validation_offsets, windows
+from cortiq_fcd.model.windows import (
+    FINAL_ROUNDS,
+    QUICK_ROUNDS,
+    Ids,
+    free_offsets,
+    measured_spans,
+    validation_offsets,
+    windows,
+)
 from cortiq_fcd.stages.artefacts import Figures
 from cortiq_fcd.stages.config import TrainConfig
 
@@ -27,15 +35,9 @@ class Windows:
 
 def select_windows(config: TrainConfig, val: Ids, gate_offsets: tuple[int, ...], gate_tokens: int) -> Windows:
     """The windows to measure on. `gate_offsets`: where the gate's prompts of `gate_tokens` begin."""
-    quick = validation_offsets(len(val), config.seq, QUICK_ROUNDS * config.batch)
     final = validation_offsets(len(val), config.seq, FINAL_ROUNDS * config.batch)
-    length = config.seq + 1  # with the last target
-    taken = [(o, o + length) for o in quick + final] + [(o, o + gate_tokens) for o in gate_offsets]
-    free: list[int] = []
-    at = 0
-    for start, stop in [*sorted(taken), (len(val), len(val))]:
-        free += range(at, start - length + 1, length)
-        at = max(at, stop)
+    taken = measured_spans(len(val), config.seq, config.batch) + [(o, o + gate_tokens) for o in gate_offsets]
+    free = free_offsets(len(val), taken, config.seq + 1)
     wanted = QUICK_ROUNDS * config.batch
     step = max(1, len(free) // wanted)
     return Windows(val, tuple(final), tuple(free[::step][:wanted]))

@@ -1,12 +1,12 @@
 """The generation gate: does greedy text through the served kernel loop?
 
-Perplexity can fall while generation loops, so a checkpoint is chosen only if it also speaks: three prompts of 400
-validation tokens are continued greedily for 60, through the streaming kernel with the candidate's weights.
+Perplexity can fall while generation loops, so a checkpoint is chosen only if it also speaks: prompts of 400 validation
+tokens are continued greedily, through the streaming kernel with the candidate's weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,97 +15,113 @@ import torch
 from cortiq_fcd.model.conversion import Conversion, is_exact
 from cortiq_fcd.model.decode import greedy
 from cortiq_fcd.model.replica import Replica
-from cortiq_fcd.model.windows import Ids
+from cortiq_fcd.model.windows import Ids, free_offsets
 from cortiq_fcd.stages.artefacts import Gate, Judgement
 from cortiq_fcd.stages.config import GateConfig
+from cortiq_fcd.stages.profiles import PROFILES, Profile
+from cortiq_fcd.stages.repetition import loop_score, tight_loop
 
-PROMPT_TOKENS = 400
-NEW_TOKENS = 60
-# Validation tokens kept free behind the last prompt, and how many must be left to place prompts in.
+# Validation tokens that the standard profile keeps free behind its last prompt, and how many must be left for prompts.
 RESERVED_TOKENS = 500
 MIN_SPAN_TOKENS = 400
-NGRAM = 4
 ROUNDING = 1e-12
+
+Span = tuple[int, int]
+Continuations = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompt windows ids [3, 400] and their offsets in the validation ids; `skipped` says why there are none."""
+    """Prompt windows ids [prompts, tokens], their offsets in the validation ids; `skipped`: why there are none."""
 
     ids: Ids
     offsets: tuple[int, ...]
+    profile: Profile
     skipped: str = ""
 
 
-def select_prompts(config: GateConfig, val: Ids, conversion: Conversion) -> Prompts:
-    """The gate's prompts, or the reason why it can't run."""
-    span = len(val) - RESERVED_TOKENS
+def select_prompts(config: GateConfig, val: Ids, conversion: Conversion, taken: Iterable[Span] = ()) -> Prompts:
+    """The gate's prompts, or the reason why it can't run. `taken`: where validation windows lie, [start, stop)."""
+    profile = PROFILES[config.profile]
+    length = profile.prompt_tokens
+    offsets: tuple[int, ...] = ()
     reason = ""
     if not config.enabled:
         reason = "switched off with --no-gate"
-    elif span < MIN_SPAN_TOKENS:
-        need = RESERVED_TOKENS + MIN_SPAN_TOKENS
-        reason = f"the validation text has {len(val)} tokens, and prompts need at least {need}"
-    elif conversion.converted and is_exact(PROMPT_TOKENS, conversion.w, conversion.sink):
-        reason = (
-            f"window {conversion.w} + sink {conversion.sink} keep a prompt of {PROMPT_TOKENS} tokens on exact attention"
-        )
+    elif conversion.converted and is_exact(length, conversion.w, conversion.sink):
+        reason = f"window {conversion.w} + sink {conversion.sink} keep a prompt of {length} tokens on exact attention"
+    elif profile.strict:
+        offsets, reason = _beside(profile, len(val), taken)
+    else:
+        offsets, reason = _spread(len(val))
     if reason:
-        return Prompts(np.empty((0, PROMPT_TOKENS), np.int64), (), reason)
-    offsets = (span // 10, span // 2, 8 * span // 10)
-    return Prompts(np.stack([val[o : o + PROMPT_TOKENS] for o in offsets]), offsets)
+        return Prompts(np.empty((0, length), np.int64), (), profile, reason)
+    return Prompts(np.stack([val[o : o + length] for o in offsets]), offsets, profile)
+
+
+def _spread(tokens: int) -> tuple[tuple[int, ...], str]:
+    """Offsets of the standard profile's three prompts, or why there are none."""
+    span = tokens - RESERVED_TOKENS
+    if span < MIN_SPAN_TOKENS:
+        need = RESERVED_TOKENS + MIN_SPAN_TOKENS
+        return (), f"the validation text has {tokens} tokens, and prompts need at least {need}"
+    return (span // 10, span // 2, 8 * span // 10), ""
+
+
+def _beside(profile: Profile, tokens: int, taken: Iterable[Span]) -> tuple[tuple[int, ...], str]:
+    """Offsets of prompts that touch neither a validation window nor one another, or why there are none."""
+    free = free_offsets(tokens, taken, profile.prompt_tokens)
+    count = profile.prompts
+    if len(free) < count:
+        return (), (
+            f"the validation text of {tokens} tokens has room for {len(free)} prompts of {profile.prompt_tokens} "
+            f"tokens beside the validation windows, and the strict profile needs {count}"
+        )
+    return tuple(free[i * len(free) // count] for i in range(count)), ""
 
 
 def run(config: GateConfig, prompts: Prompts, replica: Replica) -> Gate | None:
     """The gate, with the present masters (which must be the untrained ones) as its baseline; null when skipped."""
     if prompts.skipped:
         return None
-    start = _judgement(config, continuations(prompts, replica))
+    start = judgement(config, prompts.profile, continuations(prompts, replica))
     exact = continuations(prompts, replica, student=False)
-    return gate_against(config, prompts, start, _judgement(config, exact, start.scores))
+    return gate_against(config, prompts, start, judgement(config, prompts.profile, exact, start.scores))
 
 
 def gate_against(config: GateConfig, prompts: Prompts, start: Judgement, exact: Judgement) -> Gate:
     """The gate whose baseline is known: this run's, or a resumed one's."""
 
     def judge(candidate: Replica) -> Judgement:
-        return _judgement(config, continuations(prompts, candidate), start.scores)
+        return judgement(config, prompts.profile, continuations(prompts, candidate), start.scores)
 
     return Gate(judge, start, exact)
 
 
-def continuations(prompts: Prompts, replica: Replica, *, student: bool = True) -> tuple[tuple[int, ...], ...]:
+def continuations(prompts: Prompts, replica: Replica, *, student: bool = True) -> Continuations:
     """Ids of each prompt's greedy continuation: the masters through the served kernel, or the teacher."""
     ids = torch.from_numpy(prompts.ids).to(replica.weights.embed.device)
     eos = replica.weights.plan.eos_ids
-    return tuple(tuple(row) for row in greedy(replica, ids, NEW_TOKENS, eos, student=student, served=student))
+    rows = greedy(replica, ids, prompts.profile.new_tokens, eos, student=student, served=student)
+    return tuple(map(tuple, rows))
 
 
-def _judgement(
-    config: GateConfig, spoken: tuple[tuple[int, ...], ...], baseline: tuple[float, ...] | None = None
+def judgement(
+    config: GateConfig, profile: Profile, spoken: Continuations, baseline: tuple[float, ...] | None = None
 ) -> Judgement:
     """The verdict over these continuations; `baseline` null: they are the baseline."""
     scores = tuple(map(loop_score, spoken))
-    return Judgement(scores, passes(config, scores, scores if baseline is None else baseline), spoken)
-
-
-def loop_score(ids: Sequence[int]) -> float:
-    """1 - unique 4-grams / all 4-grams: 0 without a repetition, near 1 in a tight loop; 0 for fewer than 5 ids."""
-    if len(ids) <= NGRAM:
-        return 0.0
-    grams = ngrams(ids)
-    return 1 - len(set(grams)) / len(grams)
-
-
-def ngrams(ids: Sequence[int]) -> list[tuple[int, ...]]:
-    """All runs of four ids, in order."""
-    return [tuple(ids[i : i + NGRAM]) for i in range(len(ids) - NGRAM + 1)]
+    caught = sum(tight_loop(ids) is not None for ids in spoken) if profile.strict else 0
+    passed = passes(config, scores, scores if baseline is None else baseline) and not caught
+    return Judgement(scores, passed, spoken, caught)
 
 
 def passes(config: GateConfig, scores: tuple[float, ...], baseline: tuple[float, ...]) -> bool:
     """Whether every prompt's score is within the threshold and within the slack over its baseline; equal passes."""
+    return all(passes_one(config, score, before) for score, before in zip(scores, baseline, strict=True))
+
+
+def passes_one(config: GateConfig, score: float, before: float) -> bool:
+    """The same for one prompt."""
     # Scores are ratios of small numbers, so a millionth of a millionth separates nothing; sums round by less.
-    return all(
-        score <= config.threshold + ROUNDING and score <= before + config.slack + ROUNDING
-        for score, before in zip(scores, baseline, strict=True)
-    )
+    return score <= config.threshold + ROUNDING and score <= before + config.slack + ROUNDING

@@ -228,5 +228,6 @@ class _Loop:
         began = time.perf_counter()
         judgement = self.gate.judge(self.replica) if step else self.gate.start
         self.gate_seconds += time.perf_counter() - began
-        self.listener(GateEvent(step=step, scores=list(judgement.scores), passed=judgement.passed))
+        scores, caught = list(judgement.scores), judgement.tight_loops
+        self.listener(GateEvent(step=step, scores=scores, passed=judgement.passed, tight_loops=caught))
         return judgement

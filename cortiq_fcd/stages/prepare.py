@@ -14,6 +14,7 @@ from cortiq_fcd.io.reader import CmfModel, open_model
 from cortiq_fcd.io.writer import check_free_space, check_output_path, expected_bytes
 from cortiq_fcd.model.conversion import Conversion, resolve_conversion
 from cortiq_fcd.model.plan import ModelPlan, eos_notes, plan_model
+from cortiq_fcd.model.windows import measured_spans
 from cortiq_fcd.stages import estimate, evaluate, gate, store
 from cortiq_fcd.stages.checkpoint import Checkpoints
 from cortiq_fcd.stages.config import PolishConfig
@@ -61,7 +62,9 @@ def prepare(
     teacher_plan, teacher_contents = _teacher(config, plan, model, out, progress)
     out_bytes = _check_disk(config, plan, conversion, model, out)
     corpus = _corpus(config, model, progress)
-    prompts = gate.select_prompts(config.gate, corpus.val, conversion)
+    train = config.train
+    taken = measured_spans(len(corpus.val), train.seq, train.batch)
+    prompts = gate.select_prompts(config.gate, corpus.val, conversion, taken)
     if prompts.skipped and config.gate.require_pass:
         raise NothingPassedError(
             f"--require-pass was given, and the generation gate can't run: {prompts.skipped}. Nothing was written",
@@ -69,11 +72,12 @@ def prepare(
         )
     if prompts.skipped and config.gate.enabled:
         progress.warn(f"the generation gate was skipped: {prompts.skipped}")
-    windows = evaluate.select_windows(config.train, corpus.val, prompts.offsets, gate.PROMPT_TOKENS)
+    profile = prompts.profile
+    windows = evaluate.select_windows(train, corpus.val, prompts.offsets, profile.prompt_tokens)
     checkpoints = Checkpoints(out, run_identity(model, teacher_contents, corpus, conversion, config, device))
     check_output_path(inputs, out, config.output.force or is_own(out, checkpoints))
     sizes = estimate.Sizes(
-        plan, teacher_plan, conversion, config.train, len(prompts.offsets), gate.PROMPT_TOKENS, gate.NEW_TOKENS
+        plan, teacher_plan, conversion, train, len(prompts.offsets), profile.prompt_tokens, profile.new_tokens
     )
     return Job(
         plan,

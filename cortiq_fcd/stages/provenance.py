@@ -18,8 +18,8 @@ from cortiq_fcd.model.plan import ModelPlan
 from cortiq_fcd.stages import report as records
 from cortiq_fcd.stages.artefacts import Comparison, Evaluation, Gate, Stored, Trained
 from cortiq_fcd.stages.config import PolishConfig
-
-GATE_PROFILE = "standard"
+from cortiq_fcd.stages.profiles import PROFILES
+from cortiq_fcd.stages.repetition import measured
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ def record(story: Story, source: CmfModel) -> records.Provenance:
         outcome=story.outcome,
         gate=records.ProvenanceGate(
             status="ran" if story.gate_ran else "skipped",
+            profile=config.gate.profile,
             threshold=config.gate.threshold,
             slack=config.gate.slack,
             baseline=story.baseline,
@@ -185,16 +186,22 @@ def write_report(report: records.Report, path: Path) -> None:
 
 
 def _gate(story: Story) -> records.GateInfo:
-    config = story.config.gate
+    config, gate, ran = story.config.gate, story.gate, story.gate_ran
+    profile = PROFILES[config.profile]
     return records.GateInfo(
-        status="ran" if story.gate_ran else "skipped",
+        status="ran" if ran else "skipped",
         reason=story.gate_skipped,
-        profile=GATE_PROFILE,
+        profile=config.profile,
+        prompts=profile.prompts if ran else None,
+        prompt_tokens=profile.prompt_tokens if ran else None,
+        new_tokens=profile.new_tokens if ran else None,
+        granularity=profile.granularity if ran else None,
         threshold=config.threshold,
         slack=config.slack,
         baseline=story.baseline,
-        teacher=list(story.gate.exact.scores) if story.gate else None,
-        evals=[_gate_eval(e) for e in story.trained.evaluations] if story.gate_ran else [],
+        teacher=list(gate.exact.scores) if gate else None,
+        teacher_repetition=measured(gate.exact.continuations) if gate else None,
+        evals=[_gate_eval(e) for e in story.trained.evaluations] if ran else [],
         chosen=story.chosen,
         texts=story.texts,
     )
@@ -207,6 +214,7 @@ def _gate_eval(evaluation: Evaluation) -> records.GateEval:
         ppl=_finite(evaluation.ppl),
         scores=list(judgement.scores) if judgement else None,
         passed=judgement.passed if judgement else None,
+        repetition=measured(judgement.continuations) if judgement else None,
     )
 
 

@@ -135,6 +135,29 @@ class KlInfo(_Record):
     final: float | None = Field(default=None, description="weights of OUT, nats per position")
 
 
+class TextRepetition(_Record):
+    """How much one continuation repeats itself. rep-n is 1 - unique n-grams / all n-grams."""
+
+    tokens: int = Field(ge=0, description="token ids of the continuation, an end-of-text id included")
+    loop_score: float = Field(ge=0, le=1, description="rep-4, 0 for fewer than 5 ids")
+    tight_loop: int | None = Field(
+        description="period, in tokens, of the loop of at most 32 that the last four repetitions end in; null = none"
+    )
+    rep_2: float = Field(ge=0, le=1, description="share of repeated 2-grams")
+    rep_3: float = Field(ge=0, le=1, description="share of repeated 3-grams")
+    rep_4: float = Field(ge=0, le=1, description="share of repeated 4-grams")
+    diversity: float = Field(ge=0, le=1, description="product of 1 - rep-n over n = 2, 3, 4; 1 = nothing repeats")
+
+
+class Repetition(_Record):
+    """How much the continuations of one set of weights repeat themselves, and one another."""
+
+    texts: list[TextRepetition] = Field(description="one entry a prompt, in order")
+    distinct_1: float | None = Field(description="unique tokens of all texts / all tokens; null = no text is so long")
+    distinct_2: float | None = Field(description="unique 2-grams of all texts / all 2-grams; null = none is so long")
+    distinct_3: float | None = Field(description="unique 3-grams of all texts / all 3-grams; null = none is so long")
+
+
 class GateEval(_Record):
     """The gate's verdict over one checkpoint."""
 
@@ -144,6 +167,7 @@ class GateEval(_Record):
         description="loop score of each prompt, 0 to 1; null = not decoded, it couldn't win"
     )
     passed: bool | None = Field(description="the verdict; null = not decoded")
+    repetition: Repetition | None = Field(default=None, description="its texts measured; null = not decoded")
 
 
 class Continuation(_Record):
@@ -177,11 +201,20 @@ class GateInfo(_Record):
     status: GateStatus = Field(description="ran or skipped")
     reason: str = Field(default="", description="why it was skipped, one clause")
     profile: str = Field(default="standard", description="prompts and lengths used")
+    prompts: int | None = Field(default=None, description="prompts that were continued; null if skipped")
+    prompt_tokens: int | None = Field(default=None, description="length of each prompt, tokens; null if skipped")
+    new_tokens: int | None = Field(default=None, description="most tokens of a continuation; null if skipped")
+    granularity: float | None = Field(
+        default=None, description="step between two loop scores: 1 / 4-grams of a whole continuation; null if skipped"
+    )
     threshold: float = Field(description="highest loop score that passes, 0 to 1")
     slack: float = Field(description="how far a prompt may loop more than before training, 0 to 1")
     baseline: list[float] | None = Field(default=None, description="loop score of each prompt before training, 0 to 1")
     teacher: list[float] | None = Field(
         default=None, description="loop scores with exact attention; null if not decoded"
+    )
+    teacher_repetition: Repetition | None = Field(
+        default=None, description="the texts of exact attention measured; null if not decoded"
     )
     evals: list[GateEval] = Field(default=[], description="one entry a checkpoint, in order")
     chosen: int | None = Field(default=None, description="step of the checkpoint that passed and won; null = none")
@@ -273,6 +306,7 @@ class ProvenanceGate(_Record):
     """The gate's result in short; the report has the rest."""
 
     status: GateStatus = Field(description="ran or skipped")
+    profile: str = Field(default="standard", description="prompts and lengths used")
     threshold: float = Field(description="highest loop score that passes, 0 to 1")
     slack: float = Field(description="how far a prompt may loop more than before training, 0 to 1")
     baseline: list[float] | None = Field(description="loop score of each prompt before training; null if skipped")

@@ -13,7 +13,7 @@ from cortiq_fcd.io.reader import CmfModel
 from cortiq_fcd.io.tokenizer import load_tokenizer
 from cortiq_fcd.model.windows import Ids
 from cortiq_fcd.stages.artefacts import Gate, Judgement, Trained
-from cortiq_fcd.stages.gate import NGRAM, ngrams
+from cortiq_fcd.stages.repetition import NGRAM, ngrams
 from cortiq_fcd.stages.report import Continuation, GateTexts, PromptTexts
 
 PROMPT_TAIL_TOKENS = 48
