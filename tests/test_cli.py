@@ -99,6 +99,17 @@ def test_polish_then_report_verify_inspect(run: Run, model: Path, ids: list[str]
     assert inspected["polish"]["trainable_params"] == report.trainable_params
 
 
+def test_the_file_of_settings_is_not_written(run: Run, model: Path, ids: list[str], tmp_path: Path) -> None:
+    settings = tmp_path / "settings.toml"
+    settings.write_text("[train]\nsteps = 3\n")
+    for places in ([settings, "--force"], [tmp_path / "out.cmf", "--report", settings, "--force"]):
+        for dry in ([], ["--dry-run"]):
+            ran = run("polish", model, *places, *SMALL, *ids, "--config", settings, *dry)
+            assert is_expected_error(ran, 2)
+            assert "same file" in ran.err
+    assert settings.read_text() == "[train]\nsteps = 3\n"
+
+
 def test_identity(run: Run, model: Path, ids: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out.cmf"
     other = tmp_path / "other.json"  # what the training text teaches is wrong here

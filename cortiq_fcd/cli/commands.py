@@ -82,16 +82,17 @@ def polish(
     settings = resolve(flags, config)
     check_source(source)
     check_target(out)
+    protected = [config] if config else []
     if dry_run:
         from cortiq_fcd.cli.forecast import forecast_command
 
-        forecast_command(source, out, settings, listener, as_json=json)
+        forecast_command(source, out, settings, listener, as_json=json, protected=protected)
         return
     from cortiq_fcd.stages import pipeline
     from cortiq_fcd.stages.interrupt import Interruption
 
-    with listener, Interruption().handling() as interruption:
-        report = pipeline.run(source, out, settings, listener, interruption, protected=filter(None, [config]))
+    with Interruption().handling() as interruption, listener:
+        report = pipeline.run(source, out, settings, listener, interruption, protected=protected)
     if json:
         write_json(report.to_json())
 

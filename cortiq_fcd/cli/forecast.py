@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,12 +32,14 @@ MEMORY = {
 }
 
 
-def forecast_command(source: Path, out: Path, settings: PolishConfig, listener: Guarded, *, as_json: bool) -> None:
-    """Print the forecast. ResourceError, after it, if the run would not fit."""
+def forecast_command(
+    source: Path, out: Path, settings: PolishConfig, listener: Guarded, *, as_json: bool, protected: Iterable[Path] = ()
+) -> None:
+    """Print the forecast. `protected`: as in `pipeline.run`. ResourceError, after it, if the run would not fit."""
     from cortiq_fcd.stages import pipeline
 
     with listener:
-        forecast = pipeline.dry_run(source, out, settings, listener)
+        forecast = pipeline.dry_run(source, out, settings, listener, protected=protected)
     if as_json:
         write_json(json.dumps(asdict(forecast), indent=2) + "\n")
     else:
