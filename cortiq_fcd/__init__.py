@@ -6,10 +6,10 @@ report = polish("in.cmf", "out.cmf", PolishConfig())
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # importing typing would take longer than all of this
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from cortiq_fcd.events import Listener
     from cortiq_fcd.stages.config import PolishConfig as PolishConfig
     from cortiq_fcd.stages.report import Report
@@ -21,6 +21,8 @@ def polish(
     source: str | Path, out: str | Path, config: PolishConfig | None = None, listener: Listener | None = None
 ) -> Report:
     """Polish the CMF file `source` into `out` and return the report. Raises `cortiq_fcd.errors.CortiqError`."""
+    from pathlib import Path
+
     from cortiq_fcd.events import ignore
     from cortiq_fcd.stages import pipeline
     from cortiq_fcd.stages.config import PolishConfig
@@ -28,7 +30,7 @@ def polish(
     return pipeline.run(Path(source), Path(out), config or PolishConfig(), listener or ignore)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     # Imported on first use: `import cortiq_fcd` must stay quick, and must not import torch.
     if name == "PolishConfig":
         from cortiq_fcd.stages.config import PolishConfig

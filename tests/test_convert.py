@@ -16,7 +16,8 @@ import pytest
 import tokenizers
 from safetensors.numpy import load_file
 
-from cortiq_fcd.cli import convert, exits
+from cortiq_fcd import cli
+from cortiq_fcd.cli import exits
 from cortiq_fcd.io.hf import writing
 from cortiq_fcd.io.hf.safetensors import StoredTensor
 from cortiq_fcd.io.layout import DType
@@ -427,7 +428,7 @@ def test_special_tokens_come_back_by_name(run: Run, tmp_path: Path) -> None:
 
 # The console script
 
-LAUNCHER = f"#!{sys.executable}\nimport sys\nfrom cortiq_fcd.cli.convert import main\nsys.exit(main())\n"
+LAUNCHER = f"#!{sys.executable}\nimport sys\nfrom cortiq_fcd.cli import cortiq\nsys.exit(cortiq())\n"
 
 
 def script(path: Path, text: str) -> Path:
@@ -476,12 +477,12 @@ def test_help_and_no_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     for arguments, code, word in ((["--help"], 0, "--keep-intermediate"), (["convert", "--help"], 0, "--o1-window")):
         monkeypatch.setattr(sys, "argv", ["cortiq", *arguments])
         with pytest.raises(SystemExit) as ended:
-            convert.main()
+            cli.cortiq()
         assert ended.value.code == code
         assert word in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["cortiq"])
     with pytest.raises(SystemExit) as ended:
-        convert.main()
+        cli.cortiq()
     assert ended.value.code == 2
     assert "no command" in capsys.readouterr().err
 

@@ -1,33 +1,70 @@
-"""The command line: parse, configure, run, exit code. Heavy modules are imported inside the commands that need them."""
+"""The command line: parse, configure, run, exit code. Heavy modules are imported inside the commands that need them.
+
+Both console scripts start here, in a module that imports next to nothing. SIGINT and SIGTERM end the process at once:
+until a command writes there is nothing to clean up, and an exception that a handler raises in the middle of an import
+can be swallowed, or be shown as a broken installation. Commands that write answer them otherwise meanwhile
+(`cortiq_fcd.cli.signals`, `cortiq_fcd.stages.interrupt`).
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
-__all__ = ["main"]
+TYPE_CHECKING = False  # importing typing takes longer than everything else here
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["MESSAGE", "cortiq", "main"]
+
+MESSAGE = "error: interrupted\nhint: the input file is never changed, and an output file appears only whole\n"
 
 
 def main() -> None:
-    """The console script."""
-    from cortiq_fcd.cli import signals
+    """The console script `cortiq-fcd`."""
 
+    def run(arguments: Sequence[str]) -> int:
+        from cortiq_fcd.cli.exits import run
+
+        return run(arguments)
+
+    _lead(run)
+
+
+def cortiq() -> None:
+    """The console script `cortiq`."""
+
+    def run(arguments: Sequence[str]) -> int:
+        from cortiq_fcd.cli.handover import run
+
+        return run(arguments)
+
+    _lead(run)
+
+
+def _lead(program: Callable[[Sequence[str]], int]) -> None:
     try:
-        with signals.handled():  # before anything that takes time to import
-            from cortiq_fcd.cli.exits import run
-
-            code = run(sys.argv[1:])
-    except (KeyboardInterrupt, signals.Terminated) as stopped:
-        if sys.stderr is not None:
-            sys.stderr.write(signals.MESSAGE)
-        code = signals.TERMINATED if isinstance(stopped, signals.Terminated) else signals.INTERRUPTED
-    _leave(code)
+        answer_signals(end_at_once)
+    except KeyboardInterrupt:  # Python's own answer, until ours is in its place
+        os._exit(128 + signal.SIGINT)
+    code = program(sys.argv[1:])
+    answer_signals(signal.SIG_DFL)  # while the interpreter closes
+    sys.exit(code)
 
 
-def _leave(code: int) -> None:
-    """Exit. A signal that arrives while the interpreter closes ends it, without a traceback."""
-    import signal
-
+def answer_signals(answer: Callable[[int, object], object] | signal.Handlers) -> None:
+    """Set the handler of SIGINT and SIGTERM, unless they are ignored (nohup)."""
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
-    sys.exit(code)
+            signal.signal(number, answer)
+
+
+def end_at_once(number: int, _: object) -> None:
+    """A handler that ends the process, with the exit code that a shell would show."""
+    try:
+        os.write(2, MESSAGE.encode())
+    except OSError:
+        pass
+    finally:
+        os._exit(128 + number)

@@ -1,7 +1,4 @@
-"""`cortiq convert` and `cortiq-fcd export`: HuggingFace directories in and out, and the console script `cortiq`.
-
-The script knows `convert` alone. Another `cortiq` on PATH gets every other sub-command.
-"""
+"""`cortiq convert` and `cortiq-fcd export`: HuggingFace directories in and out."""
 
 from __future__ import annotations
 
@@ -12,12 +9,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cortiq_fcd.cli.paths import check_name, check_source, check_target
 from cortiq_fcd.cli.settings import FLAG_OF, Flags, resolve, takes_settings
+from cortiq_fcd.cli.signals import raised
 from cortiq_fcd.cli.streams import write_json, write_text
 from cortiq_fcd.errors import ConfigError, CorpusError
 
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 SCHEMA = "cortiq-convert/1"
 # What means something without --polish.
 _WITHOUT_POLISH = ("o1.layers", "o1.m", "o1.w", "o1.sink", "output.force")
-_PASSED_ON = "CORTIQ_PASSED_ON"  # environment variable: the programs that a sub-command was handed through
 
 ModelDir = Annotated[
     Path, typer.Argument(metavar="MODEL_DIR", help="a HuggingFace directory with safetensors", show_default=False)
@@ -112,18 +109,19 @@ def convert(
         _note(*planned.notes, as_events=progress == "json")
     inputs = _files_of(source)
     if not polish:
-        written = planned.write(_free(inputs, out, settings.output.force), force=settings.output.force)
+        with raised():
+            written = planned.write(_free(inputs, out, settings.output.force), force=settings.output.force)
         _tell(_document(source, out, quant, planned, written), json)
         return
     check_output_path(inputs, out, settings.output.force or _announced(out))
     _check_texts(settings)
-    with _intermediate(out, keep_intermediate, settings.output.force) as converted:
+    with raised(), _intermediate(out, keep_intermediate, settings.output.force) as converted:
         written = planned.write(_free(inputs, converted, True), force=True)
         from cortiq_fcd.stages import pipeline  # imports torch: not before it is needed
         from cortiq_fcd.stages.interrupt import Interruption
 
         listener = make_listener(progress, sys.stderr, quiet=quiet, verbose=verbose)  # type: ignore[arg-type]
-        with listener, Interruption().handling() as interruption:
+        with Interruption().handling() as interruption, listener:
             read = [*inputs, *filter(None, [config])]
             report = pipeline.run(converted, out, settings, listener, interruption, protected=read)
     document = _document(source, out, quant, planned, written)
@@ -142,7 +140,7 @@ def export(file: CmfFile, folder: NewDir, dtype: ExportDtype = "f32", json: AsJs
     check_source(file)
     check_name(folder, str(folder))
     check_directory(folder)
-    with open_model(file) as model:
+    with open_model(file) as model, raised():
         plan_model(model)
         planned = plan_export(model, dtype)
         written = write_export(planned, folder, dtype, model.header.get("tokenizer_config"))
@@ -303,61 +301,3 @@ def _note(*texts: str, as_events: bool = False) -> None:
     for text in texts:
         event = printable_json(WarningEvent(message=text).model_dump_json(), sys.stderr.encoding or "utf-8")
         sys.stderr.write(f"{event}\n" if as_events else f"note: {printable(text)}\n")
-
-
-def main() -> None:
-    """The console script `cortiq`."""
-    arguments = sys.argv[1:]
-    if arguments and arguments[0] in ("--help", "-h"):
-        arguments = ["convert", "--help"]
-    if arguments[:1] == ["--version"] or arguments[:1] == ["convert"]:
-        from cortiq_fcd.cli.exits import run
-
-        sys.exit(run(arguments))
-    try:
-        _pass_on(arguments)
-    except ConfigError as error:
-        from cortiq_fcd.cli.exits import say
-
-        sys.exit(say(error))
-
-
-def _pass_on(arguments: Sequence[str]) -> NoReturn:
-    """Become another `cortiq` with this sub-command; ConfigError when there is no other."""
-    if not arguments:
-        raise ConfigError("no command was given", hint="cortiq convert MODEL_DIR OUT; see cortiq convert --help")
-    visited = [*filter(None, os.environ.get(_PASSED_ON, "").split(os.pathsep)), os.path.realpath(sys.argv[0])]
-    other = next((path for path in _programs("cortiq") if not _is_visited(path, visited)), None)
-    if other is None:
-        raise ConfigError(
-            f"there is no command {arguments[0]!r} here, and no other cortiq on PATH that could have it",
-            hint="cortiq convert is the one command of this program; the others are those of cortiq-fcd",
-        )
-    environment = {**os.environ, _PASSED_ON: os.pathsep.join([*visited, os.path.realpath(other)])}
-    if os.name != "nt":
-        os.execve(other, [str(other), *arguments], environment)
-    import subprocess
-
-    sys.exit(subprocess.call([str(other), *arguments], env=environment))
-
-
-def _programs(name: str) -> Iterator[Path]:
-    """Executable files of this name on PATH, in its order."""
-    endings = os.environ.get("PATHEXT", "").split(os.pathsep) if os.name == "nt" else [""]
-    for folder in os.get_exec_path():
-        for ending in endings:
-            path = Path(folder or os.curdir) / f"{name}{ending}"
-            if path.is_file() and os.access(path, os.X_OK):
-                yield path
-
-
-def _is_visited(path: Path, visited: Sequence[str]) -> bool:
-    """Whether the program is this one, by any link or as installed elsewhere, or one that handed the command to us."""
-    real = os.path.realpath(path)
-    if real in visited:
-        return True
-    try:
-        with Path(real).open("rb") as file:
-            return b"cortiq_fcd.cli.convert" in file.read(1 << 16)
-    except OSError:
-        return True

@@ -17,13 +17,15 @@ from pathlib import Path
 
 import typer
 
-from cortiq_fcd.cli.signals import INTERRUPTED, MESSAGE, TERMINATED, Terminated, handled
+from cortiq_fcd.cli import MESSAGE
+from cortiq_fcd.cli.signals import Terminated
 from cortiq_fcd.cli.streams import BROKEN_PIPE, PipeClosedError, guarded
 from cortiq_fcd.errors import ConfigError, CortiqError, ResourceError
 from cortiq_fcd.stages.interrupt import Interrupted
 
 # typer's own click may be a private copy: its base classes are reached through a class that typer exports.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 _OF_THE_MACHINE = {errno.EIO, errno.EMFILE, errno.ENFILE, errno.EAGAIN}
 _PATH_HINTS = {
     errno.ENOENT: "check the path",
@@ -43,8 +45,7 @@ def run(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with guarded():
         try:
-            with handled():
-                code = _run(arguments)
+            code = _run(arguments)
             sys.stdout.flush()
         except CortiqError as error:
             code = say(error)
@@ -65,6 +66,7 @@ def _run(arguments: Sequence[str]) -> int:
 
     try:
         _check_encoding(arguments)
+        _check_folder()
         command = typer.main.get_command(app)
         result = command.main(args=list(arguments), prog_name="cortiq-fcd", standalone_mode=False)
     except _UsageError as error:
@@ -89,6 +91,14 @@ def _check_encoding(arguments: Sequence[str]) -> None:
     for argument in arguments:
         if any("\ud800" <= char <= "\udfff" for char in argument):
             raise ConfigError(f"{argument}: is not valid UTF-8", hint="rename the file, or reach it by a link")
+
+
+def _check_folder() -> None:
+    """Where the current directory is gone no relative path means anything, and torch's library ends the process."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError("the current directory was deleted", hint="cd to one that is there") from None
 
 
 def program() -> str:

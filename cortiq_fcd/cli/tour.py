@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Callable
 from importlib.resources import as_file, files
@@ -18,6 +17,7 @@ from cortiq_fcd.display.figures import printable
 from cortiq_fcd.display.guard import Guarded
 from cortiq_fcd.display.report_view import perplexity_table, show_report
 from cortiq_fcd.errors import ConfigError
+from cortiq_fcd.io.atomic import write_atomically
 from cortiq_fcd.stages.interrupt import Interruption
 from cortiq_fcd.stages.report import Report
 from cortiq_fcd.stages.sentence import sentence
@@ -99,7 +99,7 @@ def _polish(folder: Path, out: str, flags: Flags, new_listener: NewListener) -> 
     settings = resolve({**flags, "output.force": True}, folder / SETTINGS)
     from cortiq_fcd.stages import pipeline  # imports torch: not before it is needed
 
-    with new_listener() as listener, Interruption().handling() as interruption:
+    with Interruption().handling() as interruption, new_listener() as listener:
         return pipeline.run(folder / MODEL, folder / out, settings, listener, interruption)
 
 
@@ -117,10 +117,10 @@ def _copy_demo(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in (MODEL, SETTINGS):
         with as_file(files("cortiq_fcd") / "data" / name) as built_in:
-            target = folder / name
-            if target.exists() and target.read_bytes() != built_in.read_bytes():
+            target, data = folder / name, built_in.read_bytes()
+            if target.exists() and target.read_bytes() != data:
                 raise ConfigError(f"{target} is there and is not the demo's", hint="choose another folder: demo DIR")
-            shutil.copyfile(built_in, target)
+            write_atomically(target, lambda file, data=data: file.write(data))  # type: ignore[misc]
 
 
 def _say(console: Console, text: str, names: dict[str, str]) -> None:

@@ -11,7 +11,8 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from types import FrameType
+
+from cortiq_fcd.stages.outside_imports import OutsideImports
 
 _NOTICE = b"\nstopping: this step is finished and saved first; once more to stop at once\n"
 
@@ -31,6 +32,7 @@ class Interruption:
     def __init__(self) -> None:
         self.requested: int | None = None
         self.saved_step: int | None = None
+        self._stopped_by: int | None = None
         self._patient = False
 
     @contextlib.contextmanager
@@ -39,16 +41,19 @@ class Interruption:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        handler = OutsideImports(self._on_signal)
+        before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield self
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number, old in before.items():
+                signal.signal(number, old)
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
         """Inside the block a first signal only sets `requested`; it is answered at the latest at the block's end."""
+        if self._stopped_by is not None:  # what was raised got lost, as it does in a destructor
+            raise Interrupted(self._stopped_by, self.saved_step)
         self._patient = True
         try:
             yield
@@ -57,8 +62,9 @@ class Interruption:
         if self.requested is not None:
             raise Interrupted(self.requested, self.saved_step)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int) -> None:
         if not self._patient or self.requested is not None:
+            self._stopped_by = number
             raise Interrupted(number, self.saved_step)
         self.requested = number
         with contextlib.suppress(OSError):
