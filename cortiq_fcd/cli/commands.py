@@ -88,10 +88,11 @@ def polish(
 
         forecast_command(source, out, settings, listener, as_json=json, protected=protected)
         return
-    from cortiq_fcd.stages import pipeline
     from cortiq_fcd.stages.interrupt import Interruption
 
-    with Interruption().handling() as interruption, listener:
+    with Interruption(listener.stopping).handling() as interruption, listener:
+        from cortiq_fcd.stages import pipeline  # takes seconds: a terminal shows before that something happens
+
         report = pipeline.run(source, out, settings, listener, interruption, protected=protected)
     if json:
         write_json(report.to_json())

@@ -121,7 +121,7 @@ def convert(
         from cortiq_fcd.stages.interrupt import Interruption
 
         listener = make_listener(progress, sys.stderr, quiet=quiet, verbose=verbose)  # type: ignore[arg-type]
-        with Interruption().handling() as interruption, listener:
+        with Interruption(listener.stopping).handling() as interruption, listener:
             read = [*inputs, *filter(None, [config])]
             report = pipeline.run(converted, out, settings, listener, interruption, protected=read)
     document = _document(source, out, quant, planned, written)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shlex
-import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -101,15 +99,9 @@ def _check_folder() -> None:
         raise ConfigError("the current directory was deleted", hint="cd to one that is there") from None
 
 
-def program() -> str:
-    """How this program was called, if that can be pasted into a shell."""
-    called = Path(sys.argv[0])
-    return str(called) if called.name == "cortiq-fcd" and shutil.which("cortiq-fcd") is None else "cortiq-fcd"
-
-
 def _interrupted(stopped: Interrupted, arguments: Sequence[str]) -> int:
     """Say what was kept and how to go on; the exit code."""
-    from cortiq_fcd.display.figures import printable
+    from cortiq_fcd.cli.pasting import columns_of, command_lines, program
 
     saved = (
         "nothing was saved yet" if stopped.saved_step is None else f"the state after step {stopped.saved_step} is saved"
@@ -120,7 +112,9 @@ def _interrupted(stopped: Interrupted, arguments: Sequence[str]) -> int:
     else:
         again = [argument for argument in arguments if argument not in ("--restart", "--resume")]
         resume = ["--resume"] if arguments[0] == "polish" else []
-        sys.stderr.write(printable(f"hint: to go on: {shlex.join([program(), *again, *resume])}") + "\n")
+        columns = columns_of(2) if sys.stderr.isatty() else None
+        command = "\n".join(command_lines([program(), *again, *resume], columns, "" if columns is None else "  "))
+        sys.stderr.write(f"hint: to go on:{' ' if columns is None else chr(10)}{command}\n")
     return TERMINATED if stopped.signal == signal.SIGTERM else INTERRUPTED
 
 

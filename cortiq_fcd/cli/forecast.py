@@ -13,6 +13,7 @@ from cortiq_fcd.display import figures
 from cortiq_fcd.display.guard import Guarded
 from cortiq_fcd.errors import ResourceError
 from cortiq_fcd.stages.config import PolishConfig
+from cortiq_fcd.stages.interrupt import Interruption
 
 if TYPE_CHECKING:
     from cortiq_fcd.stages.estimate import Forecast
@@ -36,9 +37,9 @@ def forecast_command(
     source: Path, out: Path, settings: PolishConfig, listener: Guarded, *, as_json: bool, protected: Iterable[Path] = ()
 ) -> None:
     """Print the forecast. `protected`: as in `pipeline.run`. ResourceError, after it, if the run would not fit."""
-    from cortiq_fcd.stages import pipeline
+    with Interruption().handling(), listener:
+        from cortiq_fcd.stages import pipeline  # takes seconds
 
-    with listener:
         forecast = pipeline.dry_run(source, out, settings, listener, protected=protected)
     if as_json:
         write_json(json.dumps(asdict(forecast), indent=2) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from importlib.resources import as_file, files
@@ -10,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from cortiq_fcd.cli.exits import program
+from cortiq_fcd.cli.pasting import command_lines, program
 from cortiq_fcd.cli.paths import check_name
 from cortiq_fcd.cli.settings import Flags, resolve
 from cortiq_fcd.display.figures import printable
@@ -97,9 +98,10 @@ def run_tour(folder: Path, new_listener: NewListener) -> None:
 
 def _polish(folder: Path, out: str, flags: Flags, new_listener: NewListener) -> Report:
     settings = resolve({**flags, "output.force": True}, folder / SETTINGS)
-    from cortiq_fcd.stages import pipeline  # imports torch: not before it is needed
+    listener = new_listener()
+    with Interruption(listener.stopping).handling() as interruption, listener:
+        from cortiq_fcd.stages import pipeline  # takes seconds
 
-    with Interruption().handling() as interruption, new_listener() as listener:
         return pipeline.run(folder / MODEL, folder / out, settings, listener, interruption)
 
 
@@ -127,7 +129,10 @@ def _say(console: Console, text: str, names: dict[str, str]) -> None:
     """Print paragraphs, filled in and broken where the terminal ends; indented ones as they are, to be pasted."""
     for paragraph in text.format(**names).strip("\n").split("\n\n"):
         if paragraph.startswith("    "):
-            console.print(Text(paragraph, style="cyan"), soft_wrap=True)
+            columns = console.width if console.is_terminal else None
+            for line in paragraph.split("\n"):
+                for part in command_lines(shlex.split(line), columns, "    "):
+                    console.print(Text(part, style="cyan"), soft_wrap=True)
         else:
             console.print(Text(" ".join(paragraph.split())))
         console.print()

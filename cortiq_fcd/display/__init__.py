@@ -33,21 +33,22 @@ def make_listener(kind: ProgressKind, stream: TextIO, *, quiet: bool = False, ve
     `auto` is rich on a terminal and plain lines otherwise; rich asked for without a terminal is plain too, since a live
     block would flood a log. `quiet` silences everything, `verbose` gives every step its own plain line.
     """
-    return Guarded(_Silent() if quiet else _display(kind, stream, verbose), stream)
+    if not quiet and kind in ("auto", "rich") and _is_live_terminal(stream):
+        from rich.console import Console  # only a live terminal pays for importing rich
+
+        from cortiq_fcd.display.live import LiveDisplay
+
+        live = LiveDisplay(Console(file=stream))
+        return Guarded(live, stream, live.show_stopping)
+    return Guarded(_Silent() if quiet else _lines(kind, stream, verbose), stream)
 
 
-def _display(kind: ProgressKind, stream: TextIO, verbose: bool) -> Display:
+def _lines(kind: ProgressKind, stream: TextIO, verbose: bool) -> Display:
     if kind == "json":
         return JsonLines(stream)
     if kind == "none":
         return Warnings(stream)
-    if kind == "plain" or not _is_live_terminal(stream):
-        return Plain(stream, every_s=0.0 if verbose else 1.0)
-    from rich.console import Console  # only a live terminal pays for importing rich
-
-    from cortiq_fcd.display.live import LiveDisplay
-
-    return LiveDisplay(Console(file=stream))
+    return Plain(stream, every_s=0.0 if verbose else 1.0)
 
 
 def _is_live_terminal(stream: TextIO) -> bool:

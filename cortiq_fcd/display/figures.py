@@ -56,7 +56,7 @@ def duration(seconds: float) -> str:
 
 def scores(values: list[float] | None) -> str:
     """Loop scores of the gate's prompts, 0 to 1; of many prompts the worst and the mean."""
-    if values is None:
+    if not values:
         return "-"
     if len(values) > SCORES_SHOWN:
         return f"worst {max(values):.2f}, mean {sum(values) / len(values):.2f} of {len(values)}"

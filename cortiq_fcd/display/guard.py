@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, TextIO
 
@@ -25,9 +26,11 @@ class Display(Protocol):
 class Guarded:
     """Runs a display and drops it at its first exception, with one line that says so."""
 
-    def __init__(self, display: Display, stream: TextIO) -> None:
+    def __init__(self, display: Display, stream: TextIO, show_stopping: Callable[[], None] | None = None) -> None:
+        """`show_stopping`: how the display tells that the run will stop; null if it redraws nothing."""
         self._display: Display | None = display
         self._stream = stream
+        self._show_stopping = show_stopping
 
     def __call__(self, event: Event) -> None:
         """Show one event; never raises."""
@@ -55,6 +58,13 @@ class Guarded:
         """Close the display."""
         if self._display is not None:
             _quietly_close(self._display)
+
+    def stopping(self) -> bool:
+        """Show that the run was asked to stop; false if this display can't. May be called inside a signal handler."""
+        if self._display is None or self._show_stopping is None:
+            return False
+        self._show_stopping()
+        return True
 
     def _drop(self, display: Display, error: Exception) -> None:
         self._display = None

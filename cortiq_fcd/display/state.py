@@ -13,12 +13,18 @@ CURVE_POINTS = 4096
 
 @dataclass
 class StageState:
-    """One stage, running (seconds is None) or over. A stage may run in several parts: `spent_s` is all of them."""
+    """One stage, running (seconds is None) or over. A stage may run in several parts: `spent_s` is all that ended."""
 
     name: str
     detail: str = ""
     seconds: float | None = None
     spent_s: float = 0.0
+    began_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def so_far_s(self) -> float:
+        """Seconds of all its parts, a running one included."""
+        return self.spent_s if self.seconds is not None else self.spent_s + time.monotonic() - self.began_s
 
 
 @dataclass
@@ -56,6 +62,8 @@ class RunState:
     def _stage(self, event: StageEvent) -> None:
         stage = self.stages.setdefault(event.stage, StageState(event.stage))
         stage.detail = event.detail or stage.detail
+        if event.seconds is None:
+            stage.began_s = time.monotonic()
         stage.spent_s += event.seconds or 0.0
         stage.seconds = None if event.seconds is None else stage.spent_s
 
@@ -69,6 +77,11 @@ class RunState:
         self.ce.append(event.ce)
         self.kl.append(event.kl)
         self.grad_norm.append(event.grad_norm)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the training loop is at work."""
+        return "polish" in self.stages and self.stages["polish"].seconds is None
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from cortiq_fcd.stages.outside_imports import OutsideImports
 
@@ -29,7 +29,9 @@ class Interrupted(BaseException):
 class Interruption:
     """What signals have asked for. `requested` is the first signal's number, `saved_step` the newest saved state's."""
 
-    def __init__(self) -> None:
+    def __init__(self, show: Callable[[], bool] | None = None) -> None:
+        """`show`: tells the user that the run will stop, from inside a signal handler; false if it can't."""
+        self._show = show
         self.requested: int | None = None
         self.saved_step: int | None = None
         self._stopped_by: int | None = None
@@ -67,5 +69,7 @@ class Interruption:
             self._stopped_by = number
             raise Interrupted(number, self.saved_step)
         self.requested = number
+        if self._show is not None and self._show():
+            return
         with contextlib.suppress(OSError):
             os.write(2, _NOTICE)  # not through sys.stderr, which may be in the middle of a line

@@ -35,7 +35,8 @@ class OutsideImports:
             return
         if self._is_put_off and not is_repeated:
             with contextlib.suppress(OSError):
-                os.write(2, b"error: interrupted\n")
+                # A live display hides the cursor, and nothing else will bring it back.
+                os.write(2, (b"\x1b[?25h\n" if os.isatty(2) else b"") + b"error: interrupted\n")
             os._exit(128 + number)
         self._is_put_off = True
         timer = threading.Timer(AGAIN_S, self._repeat, (number,))

@@ -5,12 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
-import pty
-import select
-import subprocess
-import sys
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 
 import pytest
 from pydantic import TypeAdapter
@@ -29,6 +25,7 @@ from cortiq_fcd.events import (
     StepEvent,
     WarningEvent,
 )
+from tests.display.terminal import ROWS, Screen, Session, start
 
 SENTENCE = "Polished: perplexity of served positions 41.2 -> 36.9."
 
@@ -125,10 +122,10 @@ def test_live_block_never_wraps(width: int, encoding: str) -> None:
         "\n".join(text).encode(encoding)
     shown = "\n".join(text)
     if width >= 80:
-        for part in ("dequantize", "40/40", "2048 tokens/s", "ce", "kl", "gradient", "best 20.50 @40", "start 21.00"):
+        for part in ("dequantize", "40/40", "2,048 tokens/s", "ce", "kl", "gradient", "best 20.50 @40", "start 21.00"):
             assert part in shown
-        assert "exact attention 19.16" in shown
-        assert "gate @40    passed: loop scores 0.05 0.40 0.00" in shown
+        assert "exact 19.16" in shown
+        assert "gate @40    passed  loop scores 0.05 0.40 0.00" in shown
 
 
 def test_live_display_survives_numbers_that_are_none() -> None:
@@ -169,49 +166,97 @@ def test_a_closed_stream_does_not_stop_the_run() -> None:
 
 
 SCRIPT = """
-import sys
+import sys, time
 from cortiq_fcd.display import make_listener
 from tests.display.test_progress import a_run
 with make_listener(sys.argv[1], sys.stderr) as listener:
     for event in a_run():
         listener(event)
+        time.sleep(0.02)
 """
 
 
-def on_a_terminal(kind: str, **environment: str) -> str:
-    """What a child process writes to a pseudo-terminal on stderr."""
-    parent, child = pty.openpty()
-    environment = {"PATH": os.environ["PATH"], "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "40", **environment}
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, kind], stderr=child, env=environment)
-    os.close(child)
-    written = b""
-    while True:
-        readable, _, _ = select.select([parent], [], [], 60)
-        try:
-            chunk = os.read(parent, 65536) if readable else b""
-        except OSError:  # Linux: the child closed its end
-            chunk = b""
-        if not chunk:
+def on_a_terminal(kind: str, columns: int = 80, **environment: str) -> Session:
+    """A run of events as a child process shows it."""
+    session = start(["-c", SCRIPT, kind], columns, **environment)
+    assert session.end() == 0
+    return session
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_terminal_gets_the_live_display(columns: int) -> None:
+    session = on_a_terminal("auto", columns)
+    assert not session.screen.has_wrapped
+    for words in (SENTENCE, "dequantize", "40/40", "gate @20", "gate @40", "written: out.cmf", "memory"):
+        assert session.screen.count(words) == 1
+    assert session.screen.count("starting") == 0
+    assert session.screen.count("Ctrl-C") == 0
+
+
+class _Recorder(io.StringIO):
+    """A terminal that shows every single write."""
+
+    def __init__(self, screen: Screen, look: Callable[[], None]) -> None:
+        super().__init__()
+        self._screen, self._look = screen, look
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self._screen.feed(text.replace("\n", "\r\n").encode())  # as a terminal driver does
+        self._look()
+        return len(text)
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_nothing_wraps_or_flickers(columns: int) -> None:
+    """After every write to the terminal all that was shown is still there, once: no line goes and comes back."""
+    screen, known = Screen(columns), set[str]()
+
+    def look() -> None:
+        assert not screen.has_wrapped
+        for words in known:
+            assert screen.count(words) == 1, words
+
+    console = Console(file=_Recorder(screen, look), force_terminal=True, width=columns, height=ROWS, _environ={})
+    display = LiveDisplay(console)
+    display.live.auto_refresh = False  # drawn below, so that every write is looked at
+    display.open()
+    for event in a_run():
+        if isinstance(event, DoneEvent):
             break
-        written += chunk
-    os.close(parent)
-    assert process.wait(60) == 0
-    return written.decode()
+        display(event)
+        display.live.refresh()
+        known |= {f"{name}  " for name in ("dequantize", "polish") if screen.count(f"{name}  ")}
+        known |= {name for name in ("val ppl", "gate @20", "gradient", "memory") if screen.count(name)}
+    assert len(known) == 6
+    display.show_stopping()
+    screen.feed(b"^C")  # what the terminal echoes
+    display.live.refresh()
+    assert screen.count("^C") == 0
+    assert screen.count("stopping") == 1
+    display.close()
+    assert screen.count("stopping") == 0
 
 
-def test_a_terminal_gets_the_live_display() -> None:
-    text = on_a_terminal("auto", LC_ALL="C.UTF-8", PYTHONUTF8="1")
-    assert "\x1b[" in text
-    assert SENTENCE in text
+def test_a_display_that_showed_nothing_leaves_nothing() -> None:
+    screen = Screen(80)
+    display = LiveDisplay(Console(file=_Recorder(screen, lambda: None), force_terminal=True, width=80, _environ={}))
+    display.open()
+    assert screen.count("starting") == 1
+    display.close()
+    assert "".join(screen.lines) == ""
 
 
-def test_no_color_is_honoured() -> None:
-    text = on_a_terminal("auto", NO_COLOR="1", PYTHONUTF8="1")
-    assert SENTENCE in text
-    assert not [code for code in ("\x1b[31m", "\x1b[32m", "\x1b[33m", "\x1b[36m", "\x1b[38;") if code in text]
+@pytest.mark.parametrize("kind", ["auto", "plain"])
+def test_no_color_is_honoured(kind: str) -> None:
+    session = on_a_terminal(kind, NO_COLOR="1")
+    assert session.screen.count(SENTENCE) == 1
+    assert not re.search(rb"\x1b\[[0-9;]*(3[0-7]|38;[0-9;]*|9[0-7])m", session.written)
 
 
 @pytest.mark.parametrize("arguments", [("plain", {}), ("auto", {"TERM": "dumb"})], ids=["plain", "dumb terminal"])
 def test_plain_lines_on_a_terminal(arguments: tuple[str, dict[str, str]]) -> None:
     kind, environment = arguments
-    assert "\x1b" not in on_a_terminal(kind, **environment)
+    assert b"\x1b" not in on_a_terminal(kind, **environment).written
