@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 # A shell that starts the tests in the background makes them ignore SIGINT, and so would every program that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# As the command line does: threads that spin while they wait take the processor from whatever else the machine does.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
