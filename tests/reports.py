@@ -6,16 +6,19 @@ import math
 from typing import Any
 
 from cortiq_fcd.stages.report import (
+    Continuation,
     CorpusInfo,
     EvalRecord,
     GateEval,
     GateInfo,
+    GateTexts,
     KlInfo,
     LossRecord,
     MemoryInfo,
     O1Info,
     OutputInfo,
     PplInfo,
+    PromptTexts,
     RecipeInfo,
     Report,
     SourceInfo,
@@ -23,6 +26,18 @@ from cortiq_fcd.stages.report import (
     Triple,
 )
 
+TEXTS = GateTexts(
+    step=40,
+    prompts=[
+        PromptTexts(
+            prompt="She came,",
+            teacher=Continuation(text=" and went."),
+            start=Continuation(text=" and then she went away and then she went away", repeats=[(23, 46)]),
+            after=Continuation(text=" and saw.\n\nNobody else was there."),
+        ),
+        PromptTexts(prompt="He wrote", start=Continuation(text=" to her."), after=Continuation(text=" nothing.")),
+    ],
+)
 PASSED_GATE = GateInfo(
     status="ran",
     threshold=0.35,
@@ -34,6 +49,7 @@ PASSED_GATE = GateInfo(
         GateEval(step=60, ppl=35.9, scores=[0.5, 0.2, 0.0], passed=False),
     ],
     chosen=40,
+    texts=TEXTS,
 )
 REJECTED_GATE = PASSED_GATE.model_copy(
     update={"evals": [GateEval(step=60, ppl=35.9, scores=[0.5, 0.2, 0.0], passed=False)], "chosen": None}

@@ -99,12 +99,24 @@ def polish(
 
 
 @app.command()
-def report(out: File, json: AsJson = False) -> None:
+def report(
+    out: File,
+    json: AsJson = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html",
+            metavar="FILE",
+            help="write one self-contained page instead of printing; default: off",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
     """Show what a polish did: the record in the file, and FILE.report.json beside it when it is there."""
     from cortiq_fcd.cli.reading import report_command
 
     check_source(out)
-    report_command(out, as_json=json)
+    report_command(out, as_json=json, page=html)
 
 
 @app.command()

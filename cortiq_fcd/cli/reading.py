@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cortiq_fcd.cli.streams import write_json
+from cortiq_fcd.cli.paths import check_name
+from cortiq_fcd.cli.streams import write_json, write_text
 from cortiq_fcd.display.figures import printable
 from cortiq_fcd.display.inspect_view import show_inspection
 from cortiq_fcd.display.report_view import show_record, show_report
@@ -22,19 +23,24 @@ from cortiq_fcd.stages.report import Report
 MOST_REPORT_BYTES = 64 * 2**20  # a million steps take about this much
 
 
-def report_command(file: Path, *, as_json: bool) -> None:
-    """Print the report beside the file, or the record in it."""
+def report_command(file: Path, *, as_json: bool, page: Path | None = None) -> None:
+    """Print the report beside the file, or the record in it; write it as a page where one is asked for."""
     with open_model(file) as model:
         provenance = model.header.get("provenance") or {}
         dir_hash = model.dir_hash
     beside = report_beside(file, dir_hash)
     record = provenance.get("fcd")
-    if as_json:
+    if as_json or page is not None:
         if beside is None:
             raise ConfigError(
                 f"{report_path(file)}: there is no report of this file", hint="inspect --json prints its record"
             )
-        write_json(beside.to_json())
+        if page is not None:
+            write_page(beside, page)
+        if as_json:
+            write_json(beside.to_json())
+        elif page is not None:
+            write_text(f"{page}: written, open it in a browser\n")
         return
     console = Console(file=sys.stdout, highlight=False)
     if beside is not None:
@@ -43,6 +49,21 @@ def report_command(file: Path, *, as_json: bool) -> None:
         show_record(record, console)
     else:
         raise ConfigError(f"{file} was never polished: it has no provenance.fcd", hint="inspect shows what is in it")
+
+
+def write_page(report: Report, page: Path) -> None:
+    """Write the page whole, over an older page at most."""
+    from cortiq_fcd.display.page import MARK, report_page
+    from cortiq_fcd.io.atomic import write_atomically
+
+    check_name(page, f"--html {page}")
+    if page.is_dir():
+        raise ConfigError(f"--html {page}: is a folder", hint=f"name a file in it, such as {page / 'report.html'}")
+    mark = MARK.encode()
+    if os.path.lexists(page) and not (page.is_file() and page.read_bytes().startswith(mark)):
+        raise ConfigError(f"--html {page}: is there and is no page of this program's", hint="name another file")
+    text = report_page(report).encode("utf-8", "replace")
+    write_atomically(page, lambda file: file.write(text))
 
 
 def report_path(file: Path) -> Path:

@@ -19,7 +19,7 @@ def repetition_table(rows: Sequence[tuple[str, Repetition | None]]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for name, texts in rows:
         if texts is not None:
-            table.add_row(name, *_cells(texts))
+            table.add_row(name, *repetition_cells(texts))
     return table
 
 
@@ -30,7 +30,8 @@ def of_report(gate: GateInfo) -> list[tuple[str, Repetition | None]]:
     return rows + ([(f"step {gate.chosen} *", at.get(gate.chosen))] if gate.chosen else [])
 
 
-def _cells(texts: Repetition) -> list[str]:
+def repetition_cells(texts: Repetition) -> list[str]:
+    """One cell for each of COLUMNS."""
     means = [
         sum(getattr(text, name) for text in texts.texts) / len(texts.texts)
         for name in ("rep_2", "rep_3", "rep_4", "diversity")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import math
+import sys
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from cortiq_fcd.display import figures
-from cortiq_fcd.display.curve import chart, sparkline, squeeze
+from cortiq_fcd.display.curve import line_chart, sparkline, squeeze
 from cortiq_fcd.display.report_view import show_record, show_report
 from cortiq_fcd.stages.report import KlInfo, PplInfo
 from tests.reports import IDENTITY, REJECTED_GATE, SKIPPED_GATE, sample_report
@@ -56,6 +58,8 @@ def test_polished() -> None:
     assert "layers 0-3, 5" in text
     assert "! text beyond 2000000 bytes was cut off" in text
     assert "█" in text
+    assert "[ and then she went away]" in text
+    assert "Where time went" in text
 
 
 def test_gate_skipped_says_why() -> None:
@@ -105,10 +109,29 @@ def test_sparkline_and_chart() -> None:
     assert sparkline([3.0, 3.0], 8) == "▁▁"
     assert sparkline([], 8) == ""
     assert sparkline([float("nan"), 1.0, float("inf"), 2.0], 8) == "▁█"
-    assert chart([1.0, 2.0], 10, 2) == ["2 │ █", "1 │▁█"]
-    assert chart([], 10, 2) == []
     assert squeeze([1, 2, 3, 4, 5], 2) == [1.5, 4.0]
     assert squeeze([1.0], 0) == []
+
+
+@pytest.mark.parametrize("columns", [30, 76, 200])
+def test_line_chart(columns: int) -> None:
+    rows = line_chart([(0.0, 25.5), (20.0, None), (40.0, 25.39), (60.0, 25.44)], columns)
+    assert max(map(len, rows)) <= columns
+    assert rows[1].endswith(" 25.5")
+    assert rows[-2].startswith("╰")
+    assert rows[-3].endswith(" 25.39")
+    assert rows[-1].split() == ["0", "60"]
+    assert len(rows) == 11
+    assert line_chart([(0.0, 1.0), (1.0, math.nan)], columns) == []
+    assert line_chart([(0.0, 1.0), (1.0, 1.0)], columns)
+    assert line_chart([(0.0, 1.0), (1.0, 2.0)], 20) == []
+
+
+def test_a_chart_library_that_fails_takes_nothing_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uniplot", None)
+    text = shown(80)
+    assert "╭" not in text
+    assert "Where time went" in text
 
 
 def test_figures() -> None:

@@ -1,0 +1,124 @@
+"""What a report says, as rows of text: the terminal and the page draw the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cortiq_fcd.display import figures
+from cortiq_fcd.stages.report import GateInfo, Report, Triple
+
+VERDICTS = {True: "passed", False: "failed", None: "not decoded: couldn't win"}
+PERPLEXITY_COLUMNS = ("exact", "start", "OUT", "change")
+
+
+def perplexity_rows(report: Report) -> list[tuple[str, ...]]:
+    """One row a set of tokens, its name and PERPLEXITY_COLUMNS: only numbers in the same row can be compared."""
+    ppl, kl = report.ppl, report.kl_served
+    quick = Triple(teacher=ppl.teacher, start=ppl.start, final=ppl.best)
+    sets = ("served positions", "final windows", "quick windows (these chose)")
+    named = zip(sets, (ppl.served, ppl.final_windows, quick), strict=True)
+    rows: list[tuple[str, ...]] = [
+        (
+            name,
+            *map(figures.perplexity, (row.teacher, row.start, row.final)),
+            figures.change(row.start, row.final),
+        )
+        for name, row in named
+    ]
+    rows.append(("windows that chose nothing", "", "", figures.perplexity(ppl.untouched), ""))
+    nats = (figures.nats(kl.start), figures.nats(kl.final), figures.change(kl.start, kl.final))
+    return [*rows, ("KL to exact, served (nats)", "", *nats)]
+
+
+@dataclass(frozen=True)
+class GateRow:
+    """One set of weights before the gate. `passed` null: not judged."""
+
+    name: str
+    ppl: str
+    scores: str
+    verdict: str
+    passed: bool | None
+    chosen: bool
+
+
+def gate_rows(gate: GateInfo) -> list[GateRow]:
+    """Exact attention, before, and every checkpoint."""
+    rows = []
+    if gate.teacher is not None:
+        rows.append(GateRow("exact attention", "", figures.scores(gate.teacher), "", None, False))
+    if gate.baseline is not None and all(entry.step for entry in gate.evals):
+        rows.append(GateRow("step 0 (before)", "", figures.scores(gate.baseline), "", None, False))
+    for entry in gate.evals:
+        name = f"step {entry.step}" if entry.step else "step 0 (before)"
+        ppl, scores = figures.perplexity(entry.ppl), figures.scores(entry.scores)
+        rows.append(GateRow(name, ppl, scores, VERDICTS[entry.passed], entry.passed, entry.step == gate.chosen))
+    return rows
+
+
+def gate_words(gate: GateInfo) -> str:
+    """The rule that was applied, or why none was."""
+    if gate.status == "skipped":
+        return f"skipped: {gate.reason}"
+    words = f"a prompt passes at {gate.threshold:.2f} or less, and at most {gate.slack:.2f} above its score before"
+    words += f", in steps of {gate.granularity:.3f}" if gate.granularity is not None else ""
+    words += "; strict: a text that ends in a tight loop fails" if gate.profile == "strict" else ""
+    return words + ("; * = chosen" if gate.chosen is not None else "; nothing was chosen")
+
+
+@dataclass(frozen=True)
+class TimeRow:
+    """Where time went. `share` is of the whole run, 0 to 1; a phase of depth 1 is part of the stage above it."""
+
+    name: str
+    seconds: float
+    share: float
+    depth: int = 0
+
+
+def time_rows(timing: Mapping[str, float], phases: Mapping[str, Mapping[str, float]] | None = None) -> list[TimeRow]:
+    """Stages in order, each followed by its phases."""
+    whole = sum(timing.values()) or 1.0
+    rows = []
+    for stage, seconds in timing.items():
+        rows.append(TimeRow(stage, seconds, seconds / whole))
+        for phase, part in (phases or {}).get(stage, {}).items():
+            rows.append(TimeRow(phase, part, part / whole, depth=1))
+    return rows
+
+
+def report_facts(report: Report) -> list[tuple[str, str]]:
+    """What was trained on what, and what it took."""
+    o1, recipe, corpus, out = report.o1, report.recipe, report.corpus, report.output
+    share = f"{figures.count(report.trainable_params)} of {figures.count(report.source.params)} weights"
+    saved = f", trained tensors as {out.save_dtype}" if out.save_dtype else ""
+    kernel = f"{o1.m} landmarks, window {o1.w}, sink {o1.sink}, seal at {o1.prefill}"
+    if recipe.polish_only:
+        kernel = "attention stayed exact (--polish-only)"
+    facts = [
+        ("trained", f"{share}, layers {figures.layers(report.converted_layers)}"),
+        ("kernel", kernel),
+        (
+            "recipe",
+            f"{report.steps_run} of {recipe.steps} steps, {recipe.batch} x {recipe.seq} tokens, lr {recipe.lr:g}, "
+            f"kl {recipe.kl:g}, seed {recipe.seed}",
+        ),
+        ("text", f"{corpus.source}: {corpus.train_tokens:,} tokens to train on, {corpus.val_tokens:,} to validate"),
+        ("source", f"{report.source.path} ({figures.size(report.source.bytes)}, hash {report.source.dir_hash})"),
+        ("output", f"{out.path} ({figures.size(out.bytes)}, hash {out.dir_hash}{saved})"),
+        ("tensors", f"{out.tensors_written} written, {out.tensors_copied} copied byte for byte"),
+        ("tool", f"{report.tool.name} {report.tool.version}, torch {report.tool.torch}, {machine(report)}"),
+        ("created", report.created),
+    ]
+    if recipe.teacher is not None:
+        facts.insert(3, ("teacher", recipe.teacher))
+    if (peak := report.memory.peak_rss_bytes) is not None:
+        facts.insert(-2, ("memory", f"peak {figures.size(peak)}"))
+    return facts
+
+
+def machine(report: Report) -> str:
+    """What it ran on."""
+    threads = f"{report.tool.threads} thread{'' if report.tool.threads == 1 else 's'}"
+    return f"{report.tool.device} {report.tool.precision}, {threads}"
