@@ -135,6 +135,22 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("output.force", "--force", bool, "", OUTPUT, "replace an existing OUT; default: off"),
     Setting("output.report", "--report", str, "FILE", OUTPUT, "where the JSON report goes; default: OUT.report.json"),
     Setting(
+        "output.log_jsonl",
+        "--log-jsonl",
+        str,
+        "FILE",
+        OUTPUT,
+        "append every step's numbers, a JSON object a line; default: off",
+    ),
+    Setting(
+        "output.tensorboard",
+        "--tensorboard",
+        str,
+        "DIR",
+        OUTPUT,
+        "TensorBoard event files, needs cortiq-fcd[tensorboard]; default: off",
+    ),
+    Setting(
         "output.resume",
         "--resume/--restart",
         bool,
@@ -151,7 +167,7 @@ SETTINGS: tuple[Setting, ...] = (
         "most minutes between checkpoints, every validation saves one too; default: 10.0",
     ),
 )
-PATHS = ("corpus.train", "corpus.val", "train.teacher", "output.report")
+PATHS = ("corpus.train", "corpus.val", "train.teacher", "output.report", "output.log_jsonl", "output.tensorboard")
 MOST_COUNT = 2**31 - 1
 MOST = {
     "corpus.max_train_bytes": 2**62,

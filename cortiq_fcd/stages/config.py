@@ -88,6 +88,12 @@ class OutputConfig(_Config):
     save_dtype: SaveDtype = Field(default="f32", description="dtype of the trained tensors in OUT")
     force: bool = Field(default=False, description="replace an existing OUT")
     report: PathSetting | None = Field(default=None, description="where the JSON report goes; default OUT.report.json")
+    log_jsonl: PathSetting | None = Field(
+        default=None, description="append the numbers of every step to this file, a JSON object a line; default: off"
+    )
+    tensorboard: PathSetting | None = Field(
+        default=None, description="write TensorBoard event files into this folder; default: off"
+    )
     resume: bool | None = Field(
         default=None, description="true: a checkpoint must be there; false: start over; default: resume if one matches"
     )

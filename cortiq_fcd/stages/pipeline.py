@@ -24,6 +24,7 @@ from cortiq_fcd.stages.estimate import Forecast
 from cortiq_fcd.stages.identity import check_unchanged
 from cortiq_fcd.stages.interrupt import Interruption
 from cortiq_fcd.stages.keeper import CheckpointKeeper
+from cortiq_fcd.stages.logs import open_logs
 from cortiq_fcd.stages.machine import choose_device, memory_info, tool_info
 from cortiq_fcd.stages.prepare import Job, is_own, prepare
 from cortiq_fcd.stages.progress import Progress
@@ -63,7 +64,7 @@ def run(
         if room.free < room.out + room.checkpoints:
             sizes = f"OUT needs {room.out:,} bytes, checkpoints up to {room.checkpoints:,}, and {room.free:,} are free"
             progress.warn(f"{sizes}: some checkpoints may be missing")
-        with job.checkpoints.at_work():
+        with job.checkpoints.at_work(), progress.logged(open_logs(config.output)):
             report, diverged = _polish(job, model, out, config, device, interruption, progress)
     output, told = printable(out), printable(job.report_path)
     listener(DoneEvent(outcome=report.outcome, output=output, report=told, sentence=sentence(report)))

@@ -39,6 +39,11 @@ def check_places(inputs: list[Path], out: Path, config: PolishConfig) -> Path:
     if _is_ours(report, out):
         raise ConfigError(f"--report {report}: is a place of this program's own temporary files", hint="name another")
     check_output_path([*inputs, out], report, config.output.force or report == default or _is_report(report))
+    for flag, log in (("--log-jsonl", config.output.log_jsonl), ("--tensorboard", config.output.tensorboard)):
+        if log is not None and _is_ours(log, out):
+            raise ConfigError(f"{flag} {log}: is a place of this program's own temporary files", hint="name another")
+        if log is not None and any(is_inside(log, other) for other in (*inputs, out, report)):
+            raise ConfigError(f"{flag} {log}: is a file that the run reads or writes", hint="name another")
     return report
 
 

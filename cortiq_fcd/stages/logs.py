@@ -1,0 +1,118 @@
+"""Copies of a run's numbers for other programs. A log that fails gives a warning and ends; the run goes on.
+
+`--log-jsonl` appends one flat JSON object a line, with the keys of W&B's history files (`_step`, `_timestamp`).
+`--tensorboard` writes TensorBoard's event files through tensorboardX, an extra of this package.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from cortiq_fcd.events import EvalEvent, Event, GateEvent, StepEvent
+from cortiq_fcd.stages.config import OutputConfig
+
+Numbers = dict[str, float | None]
+
+
+class Log(Protocol):
+    """Takes the numbers of a step. `name`: the option that asked for it."""
+
+    name: str
+
+    def write(self, step: int, numbers: Numbers) -> None:
+        """Keep them. Whatever it raises ends this log only."""
+
+    def close(self) -> None:
+        """Nothing more comes."""
+
+
+def numbers_of(event: Event) -> tuple[int, Numbers] | None:
+    """The step and the numbers of an event, by name; null for events without numbers."""
+    if isinstance(event, StepEvent):
+        speed = event.tokens / event.seconds if event.seconds > 0 else None
+        values = {"ce": event.ce, "kl": event.kl, "grad_norm": event.grad_norm, "tokens_per_s": speed}
+        return event.step, {f"train/{name}": value for name, value in values.items()}
+    if isinstance(event, EvalEvent):
+        values = {"ppl": event.ppl, "best_ppl": event.best_ppl}
+        return event.step, {f"val/{name}": value for name, value in values.items()}
+    if isinstance(event, GateEvent):
+        return event.step, {
+            "gate/worst_loop_score": max(event.scores, default=None),
+            "gate/passed": float(event.passed),
+        }
+    return None
+
+
+def open_logs(config: OutputConfig) -> list[Log]:
+    """The logs that were asked for; nothing is opened before the first numbers come."""
+    logs: list[Log] = []
+    if config.log_jsonl is not None:
+        logs.append(JsonLinesLog(config.log_jsonl))
+    if config.tensorboard is not None:
+        logs.append(TensorBoardLog(config.tensorboard))
+    return logs
+
+
+class JsonLinesLog:
+    """Appends to a file; never to one that holds something else."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = f"--log-jsonl {path}"
+        self._path = path
+        self._file: TextIO | None = None
+
+    def write(self, step: int, numbers: Numbers) -> None:
+        """Append one line."""
+        if self._file is None:
+            self._file = self._open()
+        known = {name: value if value is not None and math.isfinite(value) else None for name, value in numbers.items()}
+        self._file.write(json.dumps({"_step": step, "_timestamp": time.time(), **known}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _open(self) -> TextIO:
+        if self._path.exists():
+            if not self._path.is_file():
+                raise ValueError("it is not a regular file")
+            with self._path.open("rb") as file:
+                if file.read(1) not in (b"", b"{"):
+                    raise ValueError("it holds something that is no JSON lines")
+        return self._path.open("a", encoding="utf-8")
+
+
+class TensorBoardLog:
+    """Scalars in a folder of event files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = f"--tensorboard {folder}"
+        self._folder = folder
+        self._writer: Any = None
+
+    def write(self, step: int, numbers: Numbers) -> None:
+        """Add one value to each curve."""
+        if self._writer is None:
+            self._writer = self._open(step)
+        for name, value in numbers.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write what is still in memory."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _open(self, step: int) -> Any:
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise ValueError("tensorboardX is not installed: pip install 'cortiq-fcd[tensorboard]'") from error
+        # A run that goes on takes back what it had logged behind its checkpoint.
+        return SummaryWriter(str(self._folder), purge_step=step)
