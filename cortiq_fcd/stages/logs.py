@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import time
@@ -40,10 +41,8 @@ def numbers_of(event: Event) -> tuple[int, Numbers] | None:
         values = {"ppl": event.ppl, "best_ppl": event.best_ppl}
         return event.step, {f"val/{name}": value for name, value in values.items()}
     if isinstance(event, GateEvent):
-        return event.step, {
-            "gate/worst_loop_score": max(event.scores, default=None),
-            "gate/passed": float(event.passed),
-        }
+        worst = max(event.scores, default=None)
+        return event.step, {"gate/worst_loop_score": worst, "gate/passed": float(event.passed)}
     return None
 
 
@@ -111,8 +110,8 @@ class TensorBoardLog:
 
     def _open(self, step: int) -> Any:
         try:
-            from tensorboardX import SummaryWriter
+            tensorboard = importlib.import_module("tensorboardX")
         except ImportError as error:
             raise ValueError("tensorboardX is not installed: pip install 'cortiq-fcd[tensorboard]'") from error
         # A run that goes on takes back what it had logged behind its checkpoint.
-        return SummaryWriter(str(self._folder), purge_step=step)
+        return tensorboard.SummaryWriter(str(self._folder), purge_step=step)

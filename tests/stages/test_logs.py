@@ -85,7 +85,7 @@ def test_a_log_that_fails_is_a_warning(folder: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", ["in.cmf", "out.cmf", "out.cmf.report.json", "train.txt", "out.cmf.partial/log"])
 def test_places_of_the_run_are_no_places_for_logs(folder: Path, name: str) -> None:
     for field in ("output_log_jsonl", "output_tensorboard"):
-        with pytest.raises(ConfigError, match="--log-jsonl|--tensorboard"):
+        with pytest.raises(ConfigError, match=r"--log-jsonl|--tensorboard"):
             run(folder, **{field: folder / name})
 
 
