@@ -392,7 +392,7 @@ def test_inspect(run: Run, model: Path) -> None:
 
 
 def test_schema(run: Run) -> None:
-    for name in ("report", "provenance", "config", "event"):
+    for name in ("report", "provenance", "config", "eval", "gate", "event"):
         text = (Path(__file__).parents[1] / "schemas" / f"{name}.schema.json").read_text(encoding="utf-8")
         assert run("schema", name).out == text
     assert is_expected_error(run("schema", "reports"), 2)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cortiq_fcd.cli.convert import convert, export
+from cortiq_fcd.cli.measuring import EVAL_FIELDS, GATE_FIELDS
 from cortiq_fcd.cli.paths import check_source, check_target
 from cortiq_fcd.cli.settings import Flags, resolve, takes_settings, to_toml
 from cortiq_fcd.cli.streams import write_json, write_text
-from cortiq_fcd.errors import CmfFormatError, ConfigError
+from cortiq_fcd.errors import CmfFormatError, ConfigError, NothingPassedError
 
 if TYPE_CHECKING:
     from cortiq_fcd.display.guard import Guarded
@@ -49,6 +50,31 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run", help="tell layers, memory, disk and time; write nothing; default: off", show_default=False
+    ),
+]
+
+TextFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--text",
+        metavar="FILE",
+        help="UTF-8 text, or token ids as .npy or .json; default: the end of the built-in text",
+        show_default=False,
+    ),
+]
+Windows = Annotated[
+    int | None,
+    typer.Option(
+        "--windows", metavar="N", help="windows to measure; default: 6 x batch, as a polish does", show_default=False
+    ),
+]
+Before = Annotated[
+    Path | None,
+    typer.Option(
+        "--before",
+        metavar="OTHER",
+        help="the CMF file that FILE was made from: its scores are the baseline; default: none",
+        show_default=False,
     ),
 ]
 
@@ -143,6 +169,47 @@ def verify(file: File) -> None:
         raise typer.Exit(CmfFormatError.exit_code)
 
 
+@app.command("eval")
+@takes_settings(only=EVAL_FIELDS)
+def evaluate(
+    file: File,
+    text: TextFile = None,
+    windows: Windows = None,
+    config: Settings = None,
+    progress: Progress = "auto",
+    json: AsJson = False,
+    quiet: Quiet = False,
+    *,
+    flags: Flags,
+) -> None:
+    """Measure the perplexity of a text through exact attention and through the served O(1) kernel, and their ratio."""
+    from cortiq_fcd.cli.measuring import eval_command
+
+    listener = _listener(progress, quiet, verbose=False)
+    eval_command(file, resolve(flags, config), text, windows, listener, as_json=json)
+
+
+@app.command()
+@takes_settings(only=GATE_FIELDS)
+def gate(
+    file: File,
+    before: Before = None,
+    text: TextFile = None,
+    config: Settings = None,
+    progress: Progress = "auto",
+    json: AsJson = False,
+    quiet: Quiet = False,
+    *,
+    flags: Flags,
+) -> None:
+    """Judge FILE by the text that it generates through the served kernel; exit 10 if it loops or can't be judged."""
+    from cortiq_fcd.cli.measuring import gate_command
+
+    listener = _listener(progress, quiet, verbose=False)
+    if not gate_command(file, resolve(flags, config), text, before, listener, as_json=json):
+        raise typer.Exit(NothingPassedError.exit_code)
+
+
 @app.command()
 def demo(
     folder: Annotated[
@@ -167,7 +234,7 @@ def config(config: Settings = None, *, flags: Flags) -> None:
 @app.command()
 def schema(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="report, provenance, config or event", show_default=False)
+        str, typer.Argument(metavar="NAME", help="report, provenance, config, eval, gate or event", show_default=False)
     ],
 ) -> None:
     """Print a JSON schema."""

@@ -13,7 +13,7 @@ import inspect
 import json
 import reprlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -178,20 +178,26 @@ MOST = {
 MOST_TOML_BYTES = 1_000_000
 _REPR = reprlib.Repr()
 _REPR.maxother = _REPR.maxstring = 100
+FIELDS = tuple(setting.field for setting in SETTINGS)
 FLAG_OF = {setting.field: setting.flag for setting in SETTINGS}
 
 
-def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one option for every row of SETTINGS; those that were used reach it as `flags`, by field."""
+def takes_settings(command: Callable[..., None] | None = None, *, only: Collection[str] = FIELDS) -> Callable[..., Any]:
+    """Give a command one option for every row of SETTINGS, or those of `only` some fields; the ones that were used
+    reach it as `flags`, by field.
+    """
+    if command is None:
+        return functools.partial(takes_settings, only=only)
+    settings = [setting for setting in SETTINGS if setting.field in only]
     signature = inspect.signature(command, eval_str=True)
     own = [parameter for parameter in signature.parameters.values() if parameter.name != "flags"]
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        given = {setting.field: values.pop(setting.parameter) for setting in SETTINGS}
+        given = {setting.field: values.pop(setting.parameter) for setting in settings}
         command(**values, flags={field: value for field, value in given.items() if value is not None})
 
-    options = [_option(setting) for setting in SETTINGS]
+    options = [_option(setting) for setting in settings]
     run.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *options]}
     return run

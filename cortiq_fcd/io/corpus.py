@@ -42,7 +42,9 @@ class Corpus:
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class Text:
+    """One text as token ids [N], int64, read-only; the sha256 is of the bytes used. `notes` is for the user."""
+
     ids: Ids
     sha256: str
     source: str
@@ -60,10 +62,7 @@ def load_corpus(
     reader = _Reader(model)
     trained = reader.read(train, max_train_bytes)
     if val is None:
-        held_out = len(trained.ids) // HELD_OUT_SHARE
-        split = len(trained.ids) - held_out
-        validated = _Part(trained.ids[split:], trained.sha256, f"its last {held_out} tokens", ())
-        trained = _Part(trained.ids[:split], trained.sha256, trained.source, trained.notes)
+        trained, validated = _held_out(trained)
     else:
         validated = reader.read(val, max_val_bytes)
     notes = (*trained.notes, *validated.notes, *reader.notes())
@@ -77,6 +76,29 @@ def load_corpus(
         source=f"train: {trained.source}; val: {validated.source}",
         notes=notes,
     )
+
+
+def load_text(*, text: Path | None, max_bytes: int, model: CmfModel) -> Text:
+    """The validation text alone, as a polish has it: the end of the built-in text where `text` is None.
+
+    Raises as `load_corpus`.
+    """
+    reader = _Reader(model)
+    if text is not None:
+        found = reader.read(text, max_bytes)
+    else:
+        whole = reader.built_in()
+        end = _held_out(whole)[1]
+        found = Text(end.ids, end.sha256, f"{whole.source}: {end.source}", ())
+    return Text(found.ids, found.sha256, found.source, (*found.notes, *reader.notes()))
+
+
+def _held_out(trained: Text) -> tuple[Text, Text]:
+    """A training text without its last tenth, and that tenth."""
+    held_out = len(trained.ids) // HELD_OUT_SHARE
+    split = len(trained.ids) - held_out
+    validated = Text(trained.ids[split:], trained.sha256, f"its last {held_out} tokens", ())
+    return Text(trained.ids[:split], trained.sha256, trained.source, trained.notes), validated
 
 
 def check_lengths(corpus: Corpus, seq: int, batch: int) -> tuple[str, ...]:
@@ -106,10 +128,9 @@ class _Reader:
         self._vocab_size = int(model.arch["vocab_size"])
         self._tokenizer: Tokenizer | None = None
 
-    def read(self, path: Path | None, max_bytes: int) -> _Part:
+    def read(self, path: Path | None, max_bytes: int) -> Text:
         if path is None:
-            data = (resources.files("cortiq_fcd") / "data" / BUILTIN).read_bytes()
-            return self._text(data, "built-in text (Jane Austen)", max_bytes)
+            return self.built_in(max_bytes)
         kind = path.suffix.lower()
         data = _read_bytes(path, None if kind in (".npy", ".json") else max_bytes + 1)
         if not data:
@@ -120,12 +141,16 @@ class _Reader:
             return self._ids(_json_ids(path, data), data, str(path))
         return self._text(data, str(path), max_bytes)
 
+    def built_in(self, max_bytes: int | None = None) -> Text:
+        data = (resources.files("cortiq_fcd") / "data" / BUILTIN).read_bytes()
+        return self._text(data, "built-in text (Jane Austen)", len(data) if max_bytes is None else max_bytes)
+
     def notes(self) -> tuple[str, ...]:
         if self._tokenizer is None or self._tokenizer.embedded:
             return ()
         return (f"the model file has no tokenizer: {self._tokenizer.source} was used",)
 
-    def _text(self, data: bytes, source: str, max_bytes: int) -> _Part:
+    def _text(self, data: bytes, source: str, max_bytes: int) -> Text:
         used = _cut(data, max_bytes)
         notes = (f"{source}: only the first {len(used)} bytes are used",) if len(used) < len(data) else ()
         try:
@@ -139,7 +164,7 @@ class _Reader:
             self._tokenizer = load_tokenizer(self._model)
         return self._ids(self._tokenizer.encode(text), used, source, notes)
 
-    def _ids(self, ids: Any, data: bytes, source: str, notes: tuple[str, ...] = ()) -> _Part:
+    def _ids(self, ids: Any, data: bytes, source: str, notes: tuple[str, ...] = ()) -> Text:
         """Checks the range before the cast to int64, which could wrap."""
         if len(ids) == 0:
             raise CorpusError(f"{source}: no tokens: expected token ids, got none", hint="give a longer text")
@@ -152,7 +177,7 @@ class _Reader:
             )
         checked = np.array(ids, dtype=np.int64)
         checked.flags.writeable = False
-        return _Part(checked, hashlib.sha256(data).hexdigest(), source, notes)
+        return Text(checked, hashlib.sha256(data).hexdigest(), source, notes)
 
 
 def _read_bytes(path: Path, limit_bytes: int | None) -> bytes:

@@ -92,13 +92,13 @@ def resolve_conversion(
     if is_exact(seal, w, sink):
         need = w + sink + EXACT_MARGIN_TOKENS + 1
         raise ConfigError(
-            f"the prompt part of a training window is {seal} tokens, and with window {w} and sink {sink} the O(1) "
-            f"kernel starts after {need - 1}: training would only ever see exact attention",
+            f"the prompt part of a window of text is {seal} tokens, and with window {w} and sink {sink} the O(1) "
+            f"kernel starts after {need - 1}: there would only ever be exact attention",
             hint=_longer_windows(need, prefill, seq),
         )
     if landmark_count(seal, m) < m:
         notes.append(
-            f"training windows seal after {seal} tokens, so they use {landmark_count(seal, m)} landmarks instead of {m}"
+            f"windows of text seal after {seal} tokens, so they use {landmark_count(seal, m)} landmarks instead of {m}"
         )
     if seal == seq:
         notes.append("--prefill equals --seq: no trained position goes through the O(1) kernel")

@@ -19,7 +19,9 @@ Outcome = Literal["polished", "identity"]
 GateStatus = Literal["ran", "skipped"]
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
+    """Base of all records: frozen, no unknown fields, no NaN and no infinity."""
+
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
@@ -29,7 +31,7 @@ class _Record(BaseModel):
     )
 
 
-class ToolInfo(_Record):
+class ToolInfo(Record):
     """The program that wrote the file, and what it ran on."""
 
     name: str = Field(description="program name")
@@ -42,7 +44,7 @@ class ToolInfo(_Record):
     world_size: int = Field(default=1, ge=1, description="processes that trained together")
 
 
-class SourceInfo(_Record):
+class SourceInfo(Record):
     """The file that was polished."""
 
     path: str = Field(description="path as given")
@@ -53,7 +55,7 @@ class SourceInfo(_Record):
     params: int = Field(ge=0, description="weights in the file")
 
 
-class OutputInfo(_Record):
+class OutputInfo(Record):
     """The file that was written."""
 
     path: str = Field(description="path as given")
@@ -66,7 +68,7 @@ class OutputInfo(_Record):
     tensors_written: int = Field(ge=0, description="trained tensors, encoded anew")
 
 
-class O1Info(_Record):
+class O1Info(Record):
     """The O(1) kernel as it was used."""
 
     layers: str | list[int] = Field(
@@ -78,7 +80,7 @@ class O1Info(_Record):
     prefill: int = Field(ge=1, description="seal point in training windows, tokens")
 
 
-class RecipeInfo(_Record):
+class RecipeInfo(Record):
     """The training recipe as it was used."""
 
     steps: int = Field(ge=0, description="optimizer steps asked for")
@@ -92,7 +94,7 @@ class RecipeInfo(_Record):
     teacher: str | None = Field(default=None, description="separate teacher file; null = the source itself")
 
 
-class CorpusInfo(_Record):
+class CorpusInfo(Record):
     """What was trained and measured on."""
 
     train_tokens: int = Field(ge=0, description="tokens that windows were sampled from")
@@ -102,7 +104,7 @@ class CorpusInfo(_Record):
     source: str = Field(description="where the text came from: built-in, or the paths")
 
 
-class Triple(_Record):
+class Triple(Record):
     """One perplexity of three models over the same tokens."""
 
     teacher: float | None = Field(default=None, description="exact attention, source weights; perplexity")
@@ -110,7 +112,7 @@ class Triple(_Record):
     final: float | None = Field(default=None, description="O(1) attention, weights of OUT; perplexity")
 
 
-class PplInfo(_Record):
+class PplInfo(Record):
     """Perplexities. Quick and final windows are different text: compare only within one set."""
 
     teacher: float | None = Field(default=None, description="exact attention on the quick windows; perplexity")
@@ -128,14 +130,14 @@ class PplInfo(_Record):
     )
 
 
-class KlInfo(_Record):
+class KlInfo(Record):
     """Mean KL(teacher || student) over the served positions: tells mending from merely learning the text."""
 
     start: float | None = Field(default=None, description="before training, nats per position")
     final: float | None = Field(default=None, description="weights of OUT, nats per position")
 
 
-class TextRepetition(_Record):
+class TextRepetition(Record):
     """How much one continuation repeats itself. rep-n is 1 - unique n-grams / all n-grams."""
 
     tokens: int = Field(ge=0, description="token ids of the continuation, an end-of-text id included")
@@ -149,7 +151,7 @@ class TextRepetition(_Record):
     diversity: float = Field(ge=0, le=1, description="product of 1 - rep-n over n = 2, 3, 4; 1 = nothing repeats")
 
 
-class Repetition(_Record):
+class Repetition(Record):
     """How much the continuations of one set of weights repeat themselves, and one another."""
 
     texts: list[TextRepetition] = Field(description="one entry a prompt, in order")
@@ -158,7 +160,7 @@ class Repetition(_Record):
     distinct_3: float | None = Field(description="unique 3-grams of all texts / all 3-grams; null = none is so long")
 
 
-class GateEval(_Record):
+class GateEval(Record):
     """The gate's verdict over one checkpoint."""
 
     step: int = Field(ge=0, description="optimizer steps taken; 0 = the conversion as it is")
@@ -170,7 +172,7 @@ class GateEval(_Record):
     repetition: Repetition | None = Field(default=None, description="its texts measured; null = not decoded")
 
 
-class Continuation(_Record):
+class Continuation(Record):
     """What a model said after a prompt, greedily."""
 
     text: str = Field(description="the text; token ids where the model has no tokenizer")
@@ -179,7 +181,7 @@ class Continuation(_Record):
     )
 
 
-class PromptTexts(_Record):
+class PromptTexts(Record):
     """One prompt, and its continuations. Null = not decoded."""
 
     prompt: str = Field(description="the end of the prompt: its last tokens as text")
@@ -188,14 +190,14 @@ class PromptTexts(_Record):
     after: Continuation | None = Field(default=None, description="the checkpoint step, through the served kernel")
 
 
-class GateTexts(_Record):
+class GateTexts(Record):
     """What the gate read."""
 
     step: int | None = Field(description="checkpoint of after: the chosen one, else the last one judged; null = none")
     prompts: list[PromptTexts] = Field(description="one entry a prompt")
 
 
-class GateInfo(_Record):
+class GateInfo(Record):
     """The generation gate: does greedy text through the served kernel loop."""
 
     status: GateStatus = Field(description="ran or skipped")
@@ -221,14 +223,14 @@ class GateInfo(_Record):
     texts: GateTexts | None = Field(default=None, description="what was said before and after; null = nothing was")
 
 
-class EvalRecord(_Record):
+class EvalRecord(Record):
     """A validation on the quick windows."""
 
     step: int = Field(ge=0, description="optimizer steps taken; 0 = the conversion as it is")
     ppl: float | None = Field(description="perplexity; null if it was not finite")
 
 
-class LossRecord(_Record):
+class LossRecord(Record):
     """One optimizer step; means over the step's positions, unweighted."""
 
     step: int = Field(ge=1, description="1-based")
@@ -238,14 +240,14 @@ class LossRecord(_Record):
     seconds: float = Field(ge=0, description="duration in seconds")
 
 
-class MemoryInfo(_Record):
+class MemoryInfo(Record):
     """Peak memory of the process."""
 
     peak_rss_bytes: int | None = Field(default=None, ge=0, description="peak resident set, bytes")
     peak_device_bytes: int | None = Field(default=None, ge=0, description="peak accelerator memory, bytes; null on CPU")
 
 
-class Report(_Record):
+class Report(Record):
     """What a polish did: OUT.report.json."""
 
     schema_id: Literal["cortiq-fcd-report/1"] = Field(
@@ -282,27 +284,27 @@ class Report(_Record):
         return cls.model_validate_json(path.read_bytes())
 
 
-class ProvenanceTool(_Record):
+class ProvenanceTool(Record):
     """The program that wrote the record."""
 
     name: str = Field(description="program name")
     version: str = Field(description="program version")
 
 
-class ProvenanceSource(_Record):
+class ProvenanceSource(Record):
     """The file that was polished."""
 
     dir_hash: str = Field(description="hash64 of its tensor directory, 16 hex digits")
 
 
-class ProvenanceCorpus(_Record):
+class ProvenanceCorpus(Record):
     """What was trained on."""
 
     train_sha256: str = Field(description="SHA-256 of the training bytes as used, hex")
     val_sha256: str = Field(description="SHA-256 of the validation bytes as used, hex")
 
 
-class ProvenanceGate(_Record):
+class ProvenanceGate(Record):
     """The gate's result in short; the report has the rest."""
 
     status: GateStatus = Field(description="ran or skipped")
@@ -313,7 +315,7 @@ class ProvenanceGate(_Record):
     chosen: int | None = Field(description="step of the checkpoint that passed and won; null = none")
 
 
-class Provenance(_Record):
+class Provenance(Record):
     """`provenance.fcd` of a polished file. The first ten fields are named as other readers of such files know them."""
 
     steps: int = Field(ge=0, description="optimizer steps taken")

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 
 from cortiq_fcd.events import Event
 from cortiq_fcd.stages.config import PolishConfig
+from cortiq_fcd.stages.readings import EvalReport, GateReport
 from cortiq_fcd.stages.report import Provenance, Report
 
 Schema = dict[str, Any]
@@ -18,6 +19,8 @@ SCHEMAS: dict[str, Callable[[], Schema]] = {
     "report": lambda: Report.model_json_schema(mode="serialization"),
     "provenance": lambda: Provenance.model_json_schema(mode="serialization"),
     "config": lambda: PolishConfig.model_json_schema(mode="validation"),
+    "eval": lambda: EvalReport.model_json_schema(mode="serialization"),
+    "gate": lambda: GateReport.model_json_schema(mode="serialization"),
     "event": lambda: TypeAdapter[Event](Event).json_schema(mode="serialization"),
 }
 

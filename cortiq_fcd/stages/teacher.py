@@ -7,8 +7,18 @@ from cortiq_fcd.io.reader import CmfModel
 from cortiq_fcd.model.plan import ModelPlan
 
 
-def check_teacher(teacher: CmfModel, teacher_plan: ModelPlan, student: CmfModel, student_plan: ModelPlan) -> list[str]:
-    """Notes for the user. Raises ConfigError for another size, TokenizerError for another tokenizer."""
+def check_teacher(
+    teacher: CmfModel,
+    teacher_plan: ModelPlan,
+    student: CmfModel,
+    student_plan: ModelPlan,
+    *,
+    option: str = "--teacher",
+    hint: str = "a teacher is the same model in a better form, such as the file before compression",
+) -> list[str]:
+    """Notes for the user. Raises ConfigError for another size, TokenizerError for another tokenizer. `option`: what the
+    file was given as.
+    """
     sizes = (
         ("hidden size", teacher_plan.hidden_size, student_plan.hidden_size),
         ("number of layers", len(teacher_plan.layers), len(student_plan.layers)),
@@ -17,16 +27,16 @@ def check_teacher(teacher: CmfModel, teacher_plan: ModelPlan, student: CmfModel,
     for name, theirs, ours in sizes:
         if theirs != ours:
             raise ConfigError(
-                f"--teacher {teacher.path}: its {name} is {theirs}, expected {ours} as in {student.path}",
-                hint="a teacher is the same model in a better form, such as the file before compression",
+                f"{option} {teacher.path}: its {name} is {theirs}, expected {ours} as in {student.path}",
+                hint=hint,
             )
     their_vocab, our_vocab = teacher.section("vocab"), student.section("vocab")
     if their_vocab is None or our_vocab is None:
         missing = teacher.path if their_vocab is None else student.path
-        return [f"{missing} has no tokenizer, so that teacher and student can't be compared in it"]
+        return [f"{missing} has no tokenizer, so that the two files can't be compared in it"]
     if their_vocab != our_vocab:
         raise TokenizerError(
-            f"--teacher {teacher.path}: not the tokenizer of {student.path}: the same ids would mean other text",
-            hint="use a teacher that was converted with the same tokenizer.json",
+            f"{option} {teacher.path}: not the tokenizer of {student.path}: the same ids would mean other text",
+            hint="use a file that was converted with the same tokenizer.json",
         )
     return []

@@ -24,7 +24,7 @@ Decode = Callable[[ArrayLike], str]
 
 def run(model: CmfModel, prompts: Ids, gate: Gate, trained: Trained) -> GateTexts:
     """Texts of prompts [P, T]: the teacher's, the conversion's, the chosen or else last judged checkpoint's."""
-    decode = _decoder(model)
+    decode = decoder(model)
     judged = [e for e in trained.evaluations if e.step and e.judgement is not None]
     shown = next((e for e in judged if e.step == trained.best_step), judged[-1] if judged else None)
     after = shown.judgement if shown else None
@@ -76,7 +76,7 @@ def repeated_tokens(ids: Sequence[int]) -> set[int]:
     return found
 
 
-def _decoder(model: CmfModel) -> Decode:
+def decoder(model: CmfModel) -> Decode:
     """The model's own tokenizer; without one, the ids themselves."""
     try:
         return load_tokenizer(model).decode

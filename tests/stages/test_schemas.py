@@ -23,7 +23,7 @@ def test_no_schema_file_without_a_model() -> None:
     assert {path.name for path in FOLDER.iterdir()} == {f"{name}.schema.json" for name in SCHEMAS}
 
 
-@pytest.mark.parametrize("name", ["report", "provenance", "config"])
+@pytest.mark.parametrize("name", ["report", "provenance", "config", "eval", "gate"])
 def test_every_plain_field_is_described(name: str) -> None:
     schema: dict[str, Any] = json.loads(schema_text(name))
     parts = [schema, *schema["$defs"].values()]

@@ -1,0 +1,68 @@
+"""The commands that measure a file and write none: `eval` and `gate`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cortiq_fcd.cli.paths import check_name, check_source
+from cortiq_fcd.cli.streams import write_json
+from cortiq_fcd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cortiq_fcd.display.guard import Guarded
+    from cortiq_fcd.stages.config import PolishConfig
+
+O1_FIELDS = ("o1.layers", "o1.m", "o1.w", "o1.sink")
+COMMON_FIELDS = (*O1_FIELDS, "corpus.max_val_bytes", "train.batch", "train.seq", "compute.device", "compute.threads")
+EVAL_FIELDS = (*COMMON_FIELDS, "o1.prefill")
+GATE_FIELDS = (*COMMON_FIELDS, "gate.profile", "gate.threshold", "gate.slack")
+MOST_WINDOWS = 2**20
+
+
+def eval_command(
+    file: Path, settings: PolishConfig, text: Path | None, windows: int | None, listener: Guarded, *, as_json: bool
+) -> None:
+    """Print the perplexities of a file."""
+    _check(file, text)
+    if windows is not None and not 1 <= windows <= MOST_WINDOWS:
+        raise ConfigError(f"--windows {windows}: expected 1 to {MOST_WINDOWS}", hint="one window is enough to try it")
+    from rich.console import Console
+
+    from cortiq_fcd.display.eval_view import show_eval
+    from cortiq_fcd.stages import evaluation
+
+    with listener:
+        found = evaluation.run(file, settings, text, windows, listener)
+    if as_json:
+        write_json(found.to_json())
+    else:
+        show_eval(found, Console(file=sys.stdout, highlight=False))
+
+
+def gate_command(
+    file: Path, settings: PolishConfig, text: Path | None, before: Path | None, listener: Guarded, *, as_json: bool
+) -> bool:
+    """Print the gate's verdict over a file; whether it passed."""
+    _check(file, text)
+    if before is not None:
+        check_source(before)
+    from rich.console import Console
+
+    from cortiq_fcd.display.gate_view import show_gate
+    from cortiq_fcd.stages import gating
+
+    with listener:
+        found = gating.run(file, settings, text, before, listener)
+    if as_json:
+        write_json(found.to_json())
+    else:
+        show_gate(found, Console(file=sys.stdout, highlight=False))
+    return found.passed is True
+
+
+def _check(file: Path, text: Path | None) -> None:
+    check_source(file)
+    if text is not None:
+        check_name(text, f"--text {text}")

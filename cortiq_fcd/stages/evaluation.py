@@ -1,0 +1,156 @@
+"""`eval`: perplexity of a text through exact attention and through the served O(1) kernel, on the same tokens.
+
+Both are decoded one token at a time after an exact pass over the prompt part of each window, as a runtime would. The
+windows are those of a polish's final figures, so the numbers are the report's `ppl.served`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cortiq_fcd.errors import ConfigError, CorpusError
+from cortiq_fcd.events import Listener, ignore
+from cortiq_fcd.io.corpus import Text, load_text
+from cortiq_fcd.io.reader import open_model
+from cortiq_fcd.kernels.ce_kl import chunk_rows, kl_rows, nll_sum
+from cortiq_fcd.model.decode import Decoder
+from cortiq_fcd.model.replica import Replica
+from cortiq_fcd.model.windows import FINAL_ROUNDS, validation_offsets, windows
+from cortiq_fcd.stages.config import PolishConfig
+from cortiq_fcd.stages.machine import choose_device, memory_info, tool_info
+from cortiq_fcd.stages.progress import Progress
+from cortiq_fcd.stages.reading import Reading, now, open_reading, source_info, text_info
+from cortiq_fcd.stages.readings import EvalReport, Side, WindowsInfo
+
+
+@dataclass
+class _Sums:
+    """What adds up over the windows of one kind of attention: nats, and seconds."""
+
+    nll: float = 0.0
+    prompt_s: float = 0.0
+    decode_s: float = 0.0
+
+    def side(self, positions: int) -> Side:
+        mean = self.nll / positions
+        ppl = math.exp(mean) if mean < 700 else math.inf
+        return Side(
+            ppl=ppl if math.isfinite(ppl) else None,
+            seconds=self.prompt_s + self.decode_s,
+            tokens_per_s=positions / self.decode_s,
+        )
+
+
+def run(
+    file: Path, config: PolishConfig, text: Path | None, count: int | None, listener: Listener = ignore
+) -> EvalReport:
+    """Measure `file` on a text (null: the built-in one) in `count` windows (null: as many as a polish's final figures).
+
+    Raises CortiqError (see `cortiq_fcd.errors`).
+    """
+    progress = Progress(listener)
+    device = choose_device(config.compute)
+    train = config.train
+    with open_model(file) as model:
+        reading = open_reading(model, config.o1, train.seq, config.o1.prefill, progress)
+        if reading.conversion.seal == train.seq:
+            raise ConfigError("--prefill equals --seq: no position is left to predict", hint="give a smaller --prefill")
+        read = load_text(text=text, max_bytes=config.corpus.max_val_bytes, model=model)
+        progress.warn(*read.notes)
+        offsets = _offsets(read, train.seq, count or FINAL_ROUNDS * train.batch, progress)
+        network = reading.load(device, progress)
+        with progress.stage("evaluate", f"{len(offsets)} windows of {train.seq} tokens"):
+            exact, served, kl = _measure(network, reading, read, offsets, train.seq, FINAL_ROUNDS * train.batch)
+    seal = reading.conversion.seal
+    positions = len(offsets) * (train.seq - seal)
+    exact_side, served_side = exact.side(positions), served.side(positions) if served else None
+    kl_mean = kl / positions
+    return EvalReport(
+        tool=tool_info(device),
+        created=now(),
+        file=source_info(model, reading.plan),
+        o1=reading.o1(seal),
+        text=text_info(read),
+        windows=WindowsInfo(count=len(offsets), seq=train.seq, prefill=seal, positions=positions),
+        exact=exact_side,
+        served=served_side,
+        ratio=_ratio(exact_side, served_side),
+        kl=kl_mean if served and math.isfinite(kl_mean) else None,
+        reason=reading.exact_only or _not_finite(exact_side, served_side),
+        memory=memory_info(device),
+        warnings=progress.notes,
+    )
+
+
+def _offsets(text: Text, seq: int, count: int, progress: Progress) -> list[int]:
+    """Where the windows begin. CorpusError for a text without room for one and the token behind it."""
+    tokens = len(text.ids)
+    if tokens < seq + 1:
+        raise CorpusError(
+            f"the text is too short for windows of {seq} tokens: expected at least {seq + 1} tokens, got {tokens} "
+            f"({text.source})",
+            hint="give a longer text or a smaller --seq",
+        )
+    if tokens - seq < count:
+        progress.warn(f"the text holds only {tokens - seq} distinct windows of {seq} tokens, {count} are measured")
+    return validation_offsets(tokens, seq, count)
+
+
+def _measure(
+    network: Replica, reading: Reading, text: Text, offsets: list[int], seq: int, at_once: int
+) -> tuple[_Sums, _Sums | None, float]:
+    """Sums of exact and of served attention (null: there is none), and of their KL in nats. `at_once`: windows that
+    move in step.
+    """
+    exact, served, kl = _Sums(), None if reading.exact_only else _Sums(), 0.0
+    for start in range(0, len(offsets), at_once):
+        ids, targets = windows(text.ids, offsets[start : start + at_once], seq, network.weights.embed.device)
+        exact_rows = _decoded(network, ids, targets, exact, served=False)
+        if served is not None:
+            kl += _kl(network, _decoded(network, ids, targets, served, served=True), exact_rows)
+    return exact, served, kl
+
+
+def _decoded(network: Replica, ids: Tensor, targets: Tensor, sums: _Sums, *, served: bool) -> Tensor:
+    """What the head multiplies at the positions from the seal on, [B * (T - seal), C]; NLL and time go into `sums`."""
+    seal, weights = network.conversion.seal, network.weights
+    decoder = Decoder(network, student=True, served=served, capacity=ids.shape[1])
+    began = _clock(ids)
+    decoder.prompt(ids[:, :seal])
+    prompted = _clock(ids)
+    rows = torch.stack([decoder.step(ids[:, t]) for t in range(seal, ids.shape[1])], 1).flatten(0, 1)
+    targets = targets[:, seal:].reshape(-1)
+    sums.nll += nll_sum(rows, weights.head, targets, softcap=weights.plan.logit_softcap)
+    sums.prompt_s += prompted - began
+    sums.decode_s += _clock(ids) - prompted
+    return rows
+
+
+def _kl(network: Replica, served: Tensor, exact: Tensor) -> float:
+    """Sum of KL(exact || served) over rows, nats."""
+    head, cap = network.weights.head, network.weights.plan.logit_softcap
+    size = chunk_rows(head.shape[0], head.element_size(), 4)
+    pairs = zip(torch.split(served, size), torch.split(exact, size), strict=True)
+    return sum(kl_rows(a, b, head, softcap=cap, teacher_softcap=cap).sum(dtype=torch.float64).item() for a, b in pairs)
+
+
+def _clock(like: Tensor) -> float:
+    if like.is_cuda:
+        torch.cuda.synchronize(like.device)
+    return time.perf_counter()
+
+
+def _ratio(exact: Side, served: Side | None) -> float | None:
+    if served is None or served.ppl is None or exact.ppl is None:
+        return None
+    return served.ppl / exact.ppl
+
+
+def _not_finite(exact: Side, served: Side | None) -> str:
+    return "a perplexity was not finite" if exact.ppl is None or (served is not None and served.ppl is None) else ""
