@@ -9,6 +9,7 @@ import typer
 
 from cortiq_fcd import errors
 from cortiq_fcd.cli.commands import app
+from tests import command_options
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -37,14 +38,7 @@ def test_the_exit_codes_are_the_programs() -> None:
 
 
 def test_every_flag_that_is_mentioned_exists() -> None:
-    from cortiq_fcd.cli.settings import SETTINGS
-
-    known = {flag for setting in SETTINGS for flag in setting.flag.split("/")} | {
-        "--config",
-        "--json",
-        "--progress",
-        "--dry-run",
-    }
+    known = command_options.flags()
     assert set(re.findall(r"--[a-z][a-z0-9-]*", README)) <= known | {"--help"}
 
 

@@ -30,7 +30,10 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="a CMF file, or any s
 Settings = Annotated[
     Path | None,
     typer.Option(
-        "--config", metavar="FILE.toml", help="settings as `config` prints them; flags win", show_default=False
+        "--config",
+        metavar="FILE.toml",
+        help="settings as `config` prints them, flags win; default: none",
+        show_default=False,
     ),
 ]
 AsJson = Annotated[
@@ -83,7 +86,12 @@ Before = Annotated[
 def _app(
     version: Annotated[
         bool,
-        typer.Option("--version", help="print the version and exit", is_eager=True, callback=lambda on: _version(on)),
+        typer.Option(
+            "--version",
+            help="print the version and exit; default: off",
+            is_eager=True,
+            callback=lambda on: _version(on),
+        ),
     ] = False,
 ) -> None:
     pass

@@ -58,7 +58,10 @@ Keep = Annotated[
 Settings = Annotated[
     Path | None,
     typer.Option(
-        "--config", metavar="FILE.toml", help="settings of the polish, as `config` prints them", show_default=False
+        "--config",
+        metavar="FILE.toml",
+        help="settings of the polish, as `config` prints them; default: none",
+        show_default=False,
     ),
 ]
 AsJson = Annotated[
