@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.autograd_peer import Peer
 from cortiq_fcd.io.reader import open_model
+from cortiq_fcd.kernels.products import mm, set_precision
 from cortiq_fcd.model.adamw import new_moments
 from cortiq_fcd.model.conversion import resolve_conversion
 from cortiq_fcd.model.plan import plan_model
@@ -68,7 +69,7 @@ def products_alone(log: ProductLog) -> tuple[Callable[[], None], float]:
 
     def run() -> None:
         for a, b in log.calls:
-            torch.mm(pool[a], pool[b], out=out[a[0][0], b[0][1]])
+            mm(pool[a], pool[b], out=out[a[0][0], b[0][1]])
 
     return run, flop / 1e12
 
@@ -103,10 +104,12 @@ def main() -> None:
     parser.add_argument("--prefill", type=int)
     for name, value in (("seq", 512), ("batch", 2), ("steps", 5), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--precision", choices=("f32", "bf16"), default="f32")
     parser.add_argument("--no-peer", dest="peer", action="store_false", help="leave autograd out (and its memory)")
     parser.add_argument("--json", type=Path, help="also write the figures there")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    set_precision(args.precision)
     if args.model is None:
         with as_file(files("cortiq_fcd") / "data" / "demo.cmf") as built_in:
             network, tensors = load(built_in, args)

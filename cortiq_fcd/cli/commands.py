@@ -47,7 +47,13 @@ Progress = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="say nothing but errors; default: off", show_default=False)]
 Verbose = Annotated[
-    bool, typer.Option("-v", "--verbose", help="a plain line for every step; default: off", show_default=False)
+    bool,
+    typer.Option(
+        "-v",
+        "--verbose",
+        help="a plain line for every step, and at the end where the time went; default: off",
+        show_default=False,
+    ),
 ]
 DryRun = Annotated[
     bool,
@@ -128,6 +134,10 @@ def polish(
         from cortiq_fcd.stages import pipeline  # takes seconds: a terminal shows before that something happens
 
         report = pipeline.run(source, out, settings, listener, interruption, protected=protected)
+    if verbose:
+        from cortiq_fcd.display.phases import phase_table
+
+        sys.stderr.write(phase_table(report.timing))
     if json:
         write_json(report.to_json())
 

@@ -123,6 +123,14 @@ SETTINGS: tuple[Setting, ...] = (
         "exit 10, writing nothing, if nothing passes; default: off",
     ),
     Setting("compute.device", "--device", str, "NAME", MACHINE, "auto, cpu, cuda, cuda:i or mps; default: auto"),
+    Setting(
+        "compute.precision",
+        "--precision",
+        str,
+        "NAME",
+        MACHINE,
+        "of matrix products: auto (bf16 where the device has units for it), f32 or bf16; default: auto",
+    ),
     Setting("compute.threads", "--threads", int, "N", MACHINE, "CPU threads; default: all that the process may use"),
     Setting(
         "output.save_dtype",

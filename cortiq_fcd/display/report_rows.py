@@ -77,14 +77,22 @@ class TimeRow:
     depth: int = 0
 
 
-def time_rows(timing: Mapping[str, float], phases: Mapping[str, Mapping[str, float]] | None = None) -> list[TimeRow]:
-    """Stages in order, each followed by its phases."""
-    whole = sum(timing.values()) or 1.0
+def time_rows(timing: Mapping[str, float]) -> list[TimeRow]:
+    """Stages in order, each followed by its phases (`stage.phase` in `timing`), the longest first."""
+    parts: dict[str, dict[str, float]] = {}
+    for name, seconds in timing.items():
+        stage, _, phase = name.partition(".")
+        if stage in timing and phase:
+            parts.setdefault(stage, {})[phase] = seconds
+    stages = {
+        name: seconds for name, seconds in timing.items() if name.partition(".")[0] not in parts or "." not in name
+    }
+    whole = sum(stages.values()) or 1.0
     rows = []
-    for stage, seconds in timing.items():
+    for stage, seconds in stages.items():
         rows.append(TimeRow(stage, seconds, seconds / whole))
-        for phase, part in (phases or {}).get(stage, {}).items():
-            rows.append(TimeRow(phase, part, part / whole, depth=1))
+        longest_first = sorted(parts.get(stage, {}).items(), key=lambda part: -part[1])
+        rows += [TimeRow(phase, spent, spent / whole, depth=1) for phase, spent in longest_first]
     return rows
 
 

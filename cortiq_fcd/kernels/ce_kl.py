@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cortiq_fcd.kernels.products import mm
 from cortiq_fcd.kernels.widen import widened, widened_dtype
 
 # Memory for the logits of a chunk and their temporaries, all together.
@@ -97,7 +98,7 @@ def _chunk(
     rows_kl = _kl(p_s, p_t, log_ratio, lse_s, lse_t)
     dz = p_s.sub_(p_t, alpha=kl_weight)
     dz.scatter_add_(1, target, torch.full_like(target, kl_weight - 1, dtype=dz.dtype))
-    torch.mm((dz if slope is None else dz.mul_(slope)).to(head.dtype), head, out=dhidden)
+    mm((dz if slope is None else dz.mul_(slope)).to(head.dtype), head, out=dhidden)
     return (lse_s - target_logit).sum(dtype=torch.float64), rows_kl.sum(dtype=torch.float64)
 
 
@@ -143,7 +144,7 @@ def nll_sum(
     rows = chunk_rows(head.shape[0], _logit_bytes(hidden), 2, budget_bytes)
     for start in range(0, hidden.shape[0], rows):
         chunk = slice(start, start + rows)
-        logits = _capped_(widened(torch.mm(hidden[chunk], head.T)), softcap)
+        logits = _capped_(widened(mm(hidden[chunk], head.T)), softcap)
         target_logit = logits.gather(1, targets[chunk, None])
         total += (torch.logsumexp(logits, -1, keepdim=True) - target_logit).sum(dtype=torch.float64)
     return float(total)
@@ -158,10 +159,10 @@ def _logits(
     teacher_softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     if teacher_head is None:
-        both = widened(torch.mm(torch.cat((student, teacher)), head.T))
+        both = widened(mm(torch.cat((student, teacher)), head.T))
         z_s, z_t = both[: student.shape[0]], both[student.shape[0] :]
     else:
-        z_s, z_t = widened(torch.mm(student, head.T)), widened(torch.mm(teacher, teacher_head.T))
+        z_s, z_t = widened(mm(student, head.T)), widened(mm(teacher, teacher_head.T))
     return _capped_(z_s, softcap), _capped_(z_t, teacher_softcap)
 
 

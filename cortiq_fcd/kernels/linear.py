@@ -9,8 +9,9 @@ gradient, for one), which saves a pass over memory.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from cortiq_fcd.kernels.products import addmm, mm
 
 
 def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
@@ -19,20 +20,20 @@ def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Te
     if bias is not None:
         _check(bias.shape == weight.shape[:1], bias, weight)
     if bias is None:
-        return torch.mm(x, weight.T, out=out)
-    return torch.addmm(bias, x, weight.T, out=out)
+        return mm(x, weight.T, out=out)
+    return addmm(bias, x, weight.T, out=out)
 
 
 def linear_bwd_input(dy: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
     """dx = dy W."""
     _check(dy.dim() == weight.dim() == 2 and dy.shape[1] == weight.shape[0], dy, weight)
-    return torch.mm(dy, weight, out=out)
+    return mm(dy, weight, out=out)
 
 
 def linear_bwd_weight(dy: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """dW = dy^T x, summed over rows."""
     _check(dy.dim() == x.dim() == 2 and dy.shape[0] == x.shape[0], dy, x)
-    return torch.mm(dy.T, x, out=out)
+    return mm(dy.T, x, out=out)
 
 
 def _check(ok: bool, a: Tensor, b: Tensor) -> None:

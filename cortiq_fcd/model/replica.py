@@ -8,7 +8,7 @@ are then one pass over memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from cortiq_fcd.kernels import rmsnorm
 from cortiq_fcd.kernels.ce_kl import Loss, ce_kl
 from cortiq_fcd.kernels.rope import rotation
 from cortiq_fcd.model.attention import Angles, AttentionWeights, O1Attention
+from cortiq_fcd.model.clock import Clock
 from cortiq_fcd.model.conversion import Conversion, is_exact, landmark_count
 from cortiq_fcd.model.layer import LayerSaved, Trainable, embed, layer_bwd, layer_fwd
 from cortiq_fcd.model.weights import FrozenWeights
@@ -43,6 +44,7 @@ class Replica:
     conversion: Conversion
     masters: Masters
     gradient: Masters
+    clock: Clock = field(default_factory=Clock)
 
     @property
     def shared_layers(self) -> int:
@@ -170,32 +172,38 @@ def loss_and_gradient(replica: Replica, ids: Tensor, targets: Tensor, kl_weight:
     student, teacher = replica.student, replica.teacher
     order, shared = list(visits(student)), replica.shared_layers
     converted = replica.conversion.converted
-    x = embed(ids, student.embed, student.plan.embed_multiplier)
-    x = _run(x, student, order[:shared], ids, None, ())
-    if teacher is replica.weights:
-        teacher_x = _run(x, teacher, order[shared:], ids, None, ())
-    else:
-        teacher_x = embed(ids, teacher.embed, teacher.plan.embed_multiplier)
-        teacher_x = _run(teacher_x, teacher, list(visits(teacher)), ids, None, ())
-    teacher_rows = head_rows(teacher_x, teacher)
-    del teacher_x
+    clock = replica.clock
+    with clock("shared"):
+        x = embed(ids, student.embed, student.plan.embed_multiplier)
+        x = _run(x, student, order[:shared], ids, None, ())
+    with clock("teacher"):
+        if teacher is replica.weights:
+            teacher_x = _run(x, teacher, order[shared:], ids, None, ())
+        else:
+            teacher_x = embed(ids, teacher.embed, teacher.plan.embed_multiplier)
+            teacher_x = _run(teacher_x, teacher, list(visits(teacher)), ids, None, ())
+        teacher_rows = head_rows(teacher_x, teacher)
+        del teacher_x
 
     saved: list[LayerSaved | rmsnorm.Saved] = []
-    x = _run(x, student, order[shared:], ids, replica.o1(replica.conversion.seal, ids.shape[1]), converted, saved)
-    rows, norm_saved = final_norm(x, student)
-    multiplier = student.plan.logit_multiplier
-    loss = ce_kl(
-        rows.mul_(multiplier) if multiplier != 1 else rows,
-        teacher_rows,
-        student.head,
-        targets.reshape(-1),
-        kl_weight,
-        teacher_head=None if teacher.head is student.head else teacher.head,
-        softcap=student.plan.logit_softcap,
-        teacher_softcap=teacher.plan.logit_softcap,
-    )
-    dx = rmsnorm.rmsnorm_bwd(loss.dhidden * multiplier, norm_saved).dx
-    _backward(dx, replica, student, order[shared:], ids.shape[1], saved)
+    with clock("student"):
+        x = _run(x, student, order[shared:], ids, replica.o1(replica.conversion.seal, ids.shape[1]), converted, saved)
+        rows, norm_saved = final_norm(x, student)
+        multiplier = student.plan.logit_multiplier
+    with clock("head"):
+        loss = ce_kl(
+            rows.mul_(multiplier) if multiplier != 1 else rows,
+            teacher_rows,
+            student.head,
+            targets.reshape(-1),
+            kl_weight,
+            teacher_head=None if teacher.head is student.head else teacher.head,
+            softcap=student.plan.logit_softcap,
+            teacher_softcap=teacher.plan.logit_softcap,
+        )
+    with clock("backward"):
+        dx = rmsnorm.rmsnorm_bwd(loss.dhidden * multiplier, norm_saved).dx
+        _backward(dx, replica, student, order[shared:], ids.shape[1], saved)
     return loss
 
 

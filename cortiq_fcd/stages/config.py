@@ -79,6 +79,10 @@ class ComputeConfig(_Config):
     """What it runs on."""
 
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:i or mps")
+    precision: Literal["auto", "f32", "bf16"] = Field(
+        default="auto",
+        description="factors of matrix products; auto is bf16 where the device multiplies it natively, else f32",
+    )
     threads: int | None = Field(default=None, ge=1, description="CPU threads; default: all the process may use")
 
 

@@ -73,6 +73,7 @@ def _machinery(device: torch.device) -> dict[str, str]:
         "the version of Python": tool.python,
         "the processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "the device": tool.device if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}",
+        "the precision": tool.precision,
         "the number of threads": str(tool.threads),
     }
 

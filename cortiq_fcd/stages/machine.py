@@ -9,6 +9,7 @@ from importlib.metadata import version
 import torch
 
 from cortiq_fcd.errors import ConfigError
+from cortiq_fcd.kernels import products
 from cortiq_fcd.stages.capacity import peak_resident_bytes
 from cortiq_fcd.stages.config import ComputeConfig
 from cortiq_fcd.stages.report import MemoryInfo, ToolInfo
@@ -17,7 +18,7 @@ MOST_THREADS = 1024  # and more only where there are more CPUs: each costs memor
 
 
 def choose_device(config: ComputeConfig) -> torch.device:
-    """The device to run on, with the thread count set. Raises ConfigError for one that is not there."""
+    """The device to run on, with thread count and precision set. Raises ConfigError for what is not there."""
     if config.threads is not None and config.threads > max(MOST_THREADS, _usable_cpus()):
         raise ConfigError(
             f"--threads {config.threads}: this machine has {_usable_cpus()} CPUs", hint=f"at most {MOST_THREADS}"
@@ -39,7 +40,19 @@ def choose_device(config: ComputeConfig) -> torch.device:
         raise ConfigError(
             f"--device {wanted}: torch finds {torch.cuda.device_count()} CUDA devices", hint="use --device cpu"
         )
+    products.set_precision(_precision(config, device))
     return device
+
+
+def _precision(config: ComputeConfig, device: torch.device) -> products.Precision:
+    able = products.cpu_has_bf16() if device.type == "cpu" else torch.cuda.is_bf16_supported()
+    if config.precision == "bf16" and not able:
+        raise ConfigError(
+            f"--precision bf16: {device} has no units that multiply bf16, or this torch ({torch.__version__}) can't use"
+            " them",
+            hint="use --precision auto, which takes f32 there",
+        )
+    return "bf16" if able and config.precision != "f32" else "f32"
 
 
 def _usable_cpus() -> int:
@@ -54,7 +67,7 @@ def tool_info(device: torch.device) -> ToolInfo:
         torch=torch.__version__,
         python=platform.python_version(),
         device=str(device),
-        precision="f32",
+        precision=products.get_precision(),
         threads=torch.get_num_threads(),
     )
 

@@ -213,6 +213,7 @@ def _train(
         )
         keeper.finish()
     progress.move("polish", "gate", trained.gate_seconds)
+    progress.phases("polish", network.clock.seconds)
     if config.gate.require_pass and not trained.passed:
         raise NothingPassedError(
             "no checkpoint passed the generation gate, and --require-pass was given: nothing was written",

@@ -71,7 +71,8 @@ def run(
         if evaluated:
             loop.evaluate(number)
         if keeper is not None and keeper.wants(evaluated=evaluated):
-            keeper.keep(loop.state(generator, moments))
+            with replica.clock("checkpoint"):
+                keeper.keep(loop.state(generator, moments))
     return loop.finish()
 
 
@@ -80,12 +81,15 @@ def train_step(
 ) -> Step:
     """One step over the windows at `offsets`. An unusable gradient or loss leaves masters and moments untouched."""
     began = time.perf_counter()
-    ids, targets = windows(train, offsets, config.seq, replica.weights.embed.device)
+    clock = replica.clock
+    with clock("sampling"):
+        ids, targets = windows(train, offsets, config.seq, replica.weights.embed.device)
     loss = loss_and_gradient(replica, ids, targets, config.kl)
-    norm = gradient_norm(replica.gradient.flat)
-    why = _flaw(config, loss, norm)
-    if not why:
-        adamw_step(replica.masters.flat, replica.gradient.flat, moments, config.lr, norm)
+    with clock("optimizer"):
+        norm = gradient_norm(replica.gradient.flat)
+        why = _flaw(config, loss, norm)
+        if not why:
+            adamw_step(replica.masters.flat, replica.gradient.flat, moments, config.lr, norm)
     return Step(number, loss.ce, loss.kl, norm, time.perf_counter() - began, tuple(offsets), bool(why), why)
 
 
@@ -220,7 +224,8 @@ class _Loop:
 
     def _perplexity(self, *, student: bool) -> float:
         config = self.config
-        return window_perplexity(self.replica, self.val, config.seq, config.batch, QUICK_ROUNDS, student=student)
+        with self.replica.clock("validation"):
+            return window_perplexity(self.replica, self.val, config.seq, config.batch, QUICK_ROUNDS, student=student)
 
     def _judge(self, step: int) -> Judgement | None:
         if self.gate is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -38,6 +38,10 @@ class Progress:
         """Count time that was spent inside one stage for another."""
         self.timing[giver] -= seconds
         self.timing[taker] = self.timing.get(taker, 0.0) + seconds
+
+    def phases(self, stage: StageName, seconds: Mapping[str, float]) -> None:
+        """Where the time of a stage went, as `stage.phase`."""
+        self.timing.update({f"{stage}.{phase}": spent for phase, spent in seconds.items()})
 
     def warn(self, *messages: str) -> None:
         """Give warnings, in order."""

@@ -39,7 +39,7 @@ class ToolInfo(Record):
     torch: str = Field(description="torch version")
     python: str = Field(description="Python version")
     device: str = Field(description="device that trained, as torch names it")
-    precision: str = Field(description="arithmetic of the training, for example f32")
+    precision: str = Field(description="of matrix products, f32 or bf16; everything else is f32 or wider")
     threads: int = Field(ge=1, description="CPU threads used")
     world_size: int = Field(default=1, ge=1, description="processes that trained together")
 
@@ -270,7 +270,7 @@ class Report(Record):
     gate: GateInfo
     evals: list[EvalRecord] = Field(default=[], description="every validation, step 0 first")
     losses: list[LossRecord] = Field(default=[], description="every step")
-    timing: dict[str, float] = Field(default={}, description="seconds of each stage")
+    timing: dict[str, float] = Field(default={}, description="seconds of each stage; polish.X: of a phase of polish")
     memory: MemoryInfo = MemoryInfo()
     warnings: list[str] = Field(default=[], description="what a user should know")
 
