@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 DEMO ?= demo
+MODEL ?=
 
 .PHONY: demo test lint bench schemas
 
@@ -18,8 +19,7 @@ lint: $(VENV)/installed
 	$(VENV)/bin/lint-imports
 
 bench: $(VENV)/installed
-	$(VENV)/bin/python benchmarks/bench_step.py --seq 256 --batch 8
-	$(VENV)/bin/python benchmarks/bench_kernels.py
+	$(VENV)/bin/python benchmarks/run_all.py $(MODEL)
 
 schemas: $(VENV)/installed
 	$(VENV)/bin/python tools/make_schemas.py

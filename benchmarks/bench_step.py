@@ -81,7 +81,7 @@ def load(path: Path, args: argparse.Namespace) -> tuple[Replica, dict[str, Tenso
         setting, _ = resolve_conversion(
             plan,
             model.header.get("provenance"),
-            layers=args.o1,
+            layers=f"deep{min(8, max(1, len(plan.layers) // 2))}" if args.o1 == "deep" else args.o1,
             m=args.m,
             w=args.window,
             sink=args.sink,
@@ -97,7 +97,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path)
-    parser.add_argument("--o1")
+    parser.add_argument("--o1", help="as for polish; deep: the deepest 8 layers, or half of them")
     parser.add_argument("--m", type=int)
     parser.add_argument("--window", type=int)
     parser.add_argument("--sink", type=int)
@@ -144,6 +144,7 @@ def measure(network: Replica, tensors: dict[str, Tensor], args: argparse.Namespa
     plan, setting = network.weights.plan, network.conversion
     return {
         "model": f"{plan.arch_name}, {plan.params:,} weights, {len(setting.layers)} of {len(plan.layers)} layers",
+        "layers": len(setting.layers),
         "o1": setting.record() | {"seal": setting.seal},
         "batch": args.batch,
         "seq": args.seq,
