@@ -6,8 +6,13 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+from tests.command_line import run  # noqa: F401  a fixture
+from tests.io.small_hf_model import write_directory
+from tests.tiny_model import write_ids
 
 # A shell that starts the tests in the background makes them ignore SIGINT, and so would every program that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -21,3 +26,16 @@ def _precision() -> Iterator[None]:
     yield
     if products := sys.modules.get("cortiq_fcd.kernels.products"):
         products.set_precision("f32")
+
+
+@pytest.fixture
+def ids(tmp_path: Path) -> list[str]:
+    """Options that name training and validation ids for the tiny models."""
+    train, val = write_ids(tmp_path / "train.npy", 2000), write_ids(tmp_path / "val.npy", 400, seed=1)
+    return ["--corpus", str(train), "--val-corpus", str(val)]
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """A small HuggingFace directory without a tokenizer."""
+    return write_directory(tmp_path / "hf")

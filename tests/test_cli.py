@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,47 +20,16 @@ from cortiq_fcd.events import Event
 from cortiq_fcd.io.reader import open_model
 from cortiq_fcd.stages.config import PolishConfig
 from cortiq_fcd.stages.report import Report
+from tests.command_line import Ran, Run
 from tests.reports import sample_report
-from tests.tiny_model import write_ids, write_tiny_model
+from tests.tiny_model import write_tiny_model
 
 SMALL = ["--o1-m", "4", "--o1-window", "2", "--o1-sink", "0", "--seq", "32", "--steps", "3", "--threads", "1"]
-
-
-class Ran:
-    """How a command line ended."""
-
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
-Run = Callable[..., Ran]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command line in this process."""
-
-    def call(*arguments: object) -> Ran:
-        before = signal.getsignal(signal.SIGTERM)
-        try:
-            code = exits.run([str(argument) for argument in arguments])
-        finally:
-            signal.signal(signal.SIGTERM, before)
-        captured = capsys.readouterr()
-        return Ran(code, captured.out, captured.err)
-
-    return call
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return write_tiny_model(tmp_path / "in.cmf")
-
-
-@pytest.fixture
-def ids(tmp_path: Path) -> list[str]:
-    train, val = write_ids(tmp_path / "train.npy", 2000), write_ids(tmp_path / "val.npy", 400, seed=1)
-    return ["--corpus", str(train), "--val-corpus", str(val)]
 
 
 def is_expected_error(ran: Ran, code: int) -> bool:

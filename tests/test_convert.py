@@ -3,74 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
-from safetensors.numpy import load_file
 
-from cortiq_fcd import cli
 from cortiq_fcd.cli import exits
-from cortiq_fcd.io.hf import writing
 from cortiq_fcd.io.hf.safetensors import StoredTensor
-from cortiq_fcd.io.layout import DType
 from cortiq_fcd.io.reader import open_model
-from cortiq_fcd.io.writer import create_model
+from tests.command_line import Run, leftovers
 from tests.io.small_hf_model import LLAMA, llama_arrays, write_directory
 from tests.oracles import cmf_reader
-from tests.tiny_model import write_ids, write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 O1 = ["--o1", "all", "--o1-m", "4", "--o1-window", "2", "--o1-sink", "0"]
 POLISH = ["--polish", *O1, "--seq", "32", "--steps", "2", "--batch", "1", "--threads", "1", "--progress", "none"]
-
-Run = Callable[..., "Ran"]
-
-
-class Ran:
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-    @property
-    def document(self) -> Any:
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: object) -> Ran:
-        before = signal.getsignal(signal.SIGTERM)
-        try:
-            code = exits.run([str(argument) for argument in arguments])
-        finally:
-            signal.signal(signal.SIGTERM, before)
-        captured = capsys.readouterr()
-        return Ran(code, captured.out, captured.err)
-
-    return call
-
-
-@pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    return write_directory(tmp_path / "hf")
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> list[str]:
-    train, val = write_ids(tmp_path / "train.npy", 2000), write_ids(tmp_path / "val.npy", 400, seed=1)
-    return ["--corpus", str(train), "--val-corpus", str(val)]
-
-
-def leftovers(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name.startswith(".") or "converted" in path.name)
-
 
 # convert
 
@@ -226,9 +177,9 @@ def test_one_tensor_in_memory_at_a_time(
 # convert --polish
 
 
-def test_polish_in_the_same_command(run: Run, model_dir: Path, tmp_path: Path, text: list[str]) -> None:
+def test_polish_in_the_same_command(run: Run, model_dir: Path, tmp_path: Path, ids: list[str]) -> None:
     out = tmp_path / "out.cmf"
-    ran = run("convert", model_dir, out, *POLISH, *text, "--json")
+    ran = run("convert", model_dir, out, *POLISH, *ids, "--json")
     assert ran.code == 0, ran.err
     document = ran.document
     report = json.loads(Path(document["polish"]["report"]).read_text("utf-8"))
@@ -240,27 +191,27 @@ def test_polish_in_the_same_command(run: Run, model_dir: Path, tmp_path: Path, t
     assert document["o1_attn"] == header["provenance"]["o1_attn"] == {"layers": "all", "m": 4, "w": 2, "sink": 0}
     assert header["provenance"]["fcd"]["steps"] == 2
     assert leftovers(tmp_path) == []
-    assert "whole report" in run("convert", model_dir, out, *POLISH, *text, "--force").out
+    assert "whole report" in run("convert", model_dir, out, *POLISH, *ids, "--force").out
 
 
-def test_polish_gives_what_two_commands_give(run: Run, model_dir: Path, tmp_path: Path, text: list[str]) -> None:
+def test_polish_gives_what_two_commands_give(run: Run, model_dir: Path, tmp_path: Path, ids: list[str]) -> None:
     out = tmp_path / "out.cmf"
-    kept = run("convert", model_dir, out, *POLISH, *text, "--keep-intermediate", "--json")
+    kept = run("convert", model_dir, out, *POLISH, *ids, "--keep-intermediate", "--json")
     converted = tmp_path / "out.cmf.converted.cmf"
     assert kept.document["intermediate"] == str(converted)
     run("convert", model_dir, tmp_path / "alone.cmf", *O1)
     assert converted.read_bytes() == (tmp_path / "alone.cmf").read_bytes()
-    ran = run("polish", converted, tmp_path / "second.cmf", *POLISH[1:], *text)
+    ran = run("polish", converted, tmp_path / "second.cmf", *POLISH[1:], *ids)
     assert ran.code == 0, ran.err
     assert (tmp_path / "second.cmf").read_bytes() == out.read_bytes()
-    again = run("convert", model_dir, tmp_path / "third.cmf", *POLISH, *text, "--keep-intermediate")
+    again = run("convert", model_dir, tmp_path / "third.cmf", *POLISH, *ids, "--keep-intermediate")
     assert again.code == 0  # beside another OUT
-    blocked = run("convert", model_dir, tmp_path / "out.cmf", *POLISH, *text, "--keep-intermediate")
+    blocked = run("convert", model_dir, tmp_path / "out.cmf", *POLISH, *ids, "--keep-intermediate")
     assert blocked.code == 2
 
 
-def test_polish_only_marks_nothing(run: Run, model_dir: Path, tmp_path: Path, text: list[str]) -> None:
-    ran = run("convert", model_dir, tmp_path / "out.cmf", *POLISH, *text, "--polish-only", "--json")
+def test_polish_only_marks_nothing(run: Run, model_dir: Path, tmp_path: Path, ids: list[str]) -> None:
+    ran = run("convert", model_dir, tmp_path / "out.cmf", *POLISH, *ids, "--polish-only", "--json")
     assert ran.code == 0, ran.err
     assert ran.document["o1_attn"] is None
     assert "o1_attn" not in cmf_reader.read(tmp_path / "out.cmf")[0]["provenance"]
@@ -285,15 +236,18 @@ class Terminator:
     def __exit__(self, *_: object) -> None:
         pass
 
+    def stopping(self) -> bool:
+        return False
+
     def __call__(self, event: Any) -> None:
         if event.event == "step" and event.step == 3:
             signal.raise_signal(signal.SIGTERM)
 
 
 def test_terminated_it_goes_on_with_the_same_command(
-    run: Run, model_dir: Path, tmp_path: Path, text: list[str], monkeypatch: pytest.MonkeyPatch
+    run: Run, model_dir: Path, tmp_path: Path, ids: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, longer = tmp_path / "out.cmf", [*POLISH, "--steps", "6", *text]
+    out, longer = tmp_path / "out.cmf", [*POLISH, "--steps", "6", *ids]
     assert run("convert", model_dir, out, *longer).code == 0
     expected = out.read_bytes()
     out.unlink()
@@ -308,210 +262,6 @@ def test_terminated_it_goes_on_with_the_same_command(
     steps = [json.loads(line) for line in again.err.splitlines() if '"step"' in line]
     assert steps[0]["step"] == 4
     assert out.read_bytes() == expected
-
-
-# export
-
-
-def test_export_and_back(run: Run, tmp_path: Path) -> None:
-    data = ROOT / "cortiq_fcd" / "data"
-    ran = run("export", data / "demo.cmf", tmp_path / "hf", "--json")
-    assert ran.code == 0, ran.err
-    assert "exact attention" in ran.err
-    assert ran.document["output"]["shards"] == 1
-    files = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert {path.name for path in (tmp_path / "hf").iterdir()} == files
-    marks = ["--o1", "all", "--o1-m", "16", "--o1-window", "8", "--o1-sink", "4"]
-    assert run("convert", tmp_path / "hf", tmp_path / "demo.cmf", *marks).code == 0
-    with open_model(data / "demo.cmf") as first, open_model(tmp_path / "demo.cmf") as second:
-        assert second.header["provenance"]["o1_attn"] == first.header["provenance"]["o1_attn"]
-        assert second.section("vocab") == first.section("vocab")
-        assert second.header["tokenizer_config"] == first.header["tokenizer_config"]
-        assert first.tensors.keys() == second.tensors.keys()
-        for name, record in first.tensors.items():
-            assert second.tensors[name].dtype == record.dtype
-            assert np.array_equal(first.raw(name), second.raw(name))
-
-
-def test_export_in_shards_and_other_floats(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "SHARD_BYTES", 4000)
-    model = write_tiny_model(tmp_path / "in.cmf")
-    ran = run("export", model, tmp_path / "hf", "--dtype", "f16", "--json")
-    shards = sorted((tmp_path / "hf").glob("*.safetensors"))
-    assert ran.document["output"]["shards"] == len(shards) > 1
-    arrays = {name: array for shard in shards for name, array in load_file(shard).items()}
-    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text("utf-8"))
-    assert index["weight_map"].keys() == arrays.keys()
-    assert index["metadata"]["total_size"] == sum(array.nbytes for array in arrays.values())
-    with open_model(model) as source:
-        assert all(np.array_equal(source.decode(name).astype(np.float16), array) for name, array in arrays.items())
-    assert json.loads((tmp_path / "hf" / "config.json").read_text("utf-8"))["torch_dtype"] == "float16"
-    assert run("convert", tmp_path / "hf", tmp_path / "back.cmf").code == 0
-
-
-def test_export_goes_into_a_new_directory_only(run: Run, tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "in.cmf")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").write_text("mine", encoding="utf-8")
-    for target in (tmp_path / "full", model, tmp_path / "no" / "where"):
-        ran = run("export", model, target)
-        assert (ran.code, ran.out) == (2, "")
-        assert "hint: " in ran.err
-    assert run("export", model, tmp_path / "x", "--dtype", "q8_row").code == 2
-    (tmp_path / "empty").mkdir()
-    assert run("export", model, tmp_path / "empty").code == 0
-
-
-@pytest.mark.parametrize(
-    "arch",
-    [
-        {"embed_multiplier": 2.0},
-        {"logit_multiplier": 0.5},
-        {"query_pre_attn_scalar": 4},
-        {"final_logit_softcapping": 30.0},
-        {"attn_logit_softcapping": 30.0},
-        {"num_loops": 2},
-        {"norm_style": "gemma"},
-        {"partial_rotary_factor": 0.5},
-        {"rope_freq_factors": [1.0, 1.5, 2.0, 3.0]},
-        {"layer_types": ["FullAttention", "SlidingAttention"], "sliding_window": 4, "partial_rotary_factor": 0.25},
-    ],
-)
-def test_what_a_config_can_not_say_is_refused_by_name(run: Run, tmp_path: Path, arch: dict[str, Any]) -> None:
-    model = write_tiny_model(tmp_path / "in.cmf", arch=arch)
-    ran = run("export", model, tmp_path / "hf")
-    assert (ran.code, ran.out) == (4, "")
-    assert f"arch.{list(arch)[-1]}" in ran.err
-    assert not (tmp_path / "hf").exists()
-
-
-def test_a_record_of_rope_settings_counts_only_if_it_explains_the_factors(run: Run, tmp_path: Path) -> None:
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    scaling["original_max_position_embeddings"] = 64
-    folder = write_directory(tmp_path / "hf", {**LLAMA, "rope_scaling": scaling})
-    assert run("convert", folder, tmp_path / "out.cmf").code == 0
-    assert run("export", tmp_path / "out.cmf", tmp_path / "back").code == 0
-    assert json.loads((tmp_path / "back" / "config.json").read_text("utf-8"))["rope_scaling"] == scaling
-    with open_model(tmp_path / "out.cmf") as model:
-        header = json.loads(json.dumps(model.header))
-        tensors = [(n, DType.F32, r.shape, lambda n=n: model.decode(n)) for n, r in model.tensors.items()]
-        header["arch"]["rope_freq_factors"][3] *= 1.01
-        create_model(tmp_path / "other.cmf", header=header, tensors=tensors)
-    ran = run("export", tmp_path / "other.cmf", tmp_path / "other")
-    assert ran.code == 4
-    assert "rope_freq_factors" in ran.err
-
-
-def test_a_weight_too_large_for_f16_leaves_no_directory(run: Run, tmp_path: Path) -> None:
-    arrays = llama_arrays()
-    arrays["model.norm.weight"][0] = 1e6
-    folder = write_directory(tmp_path / "hf", LLAMA, arrays)
-    assert run("convert", folder, tmp_path / "out.cmf").code == 0
-    ran = run("export", tmp_path / "out.cmf", tmp_path / "back", "--dtype", "f16")
-    assert ran.code == 2
-    assert "model.norm.weight" in ran.err
-    assert not (tmp_path / "back").exists()
-    assert leftovers(tmp_path) == []
-
-
-def test_special_tokens_come_back_by_name(run: Run, tmp_path: Path) -> None:
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<s>": 1, "</s>": 2}, unk_token="a"))
-    folder = write_directory(
-        tmp_path / "hf", {**LLAMA, "bos_token_id": 1, "eos_token_id": [2]}, tokenizer=words.to_str().encode()
-    )
-    run("convert", folder, tmp_path / "out.cmf")
-    assert run("export", tmp_path / "out.cmf", tmp_path / "back").code == 0
-    settings = json.loads((tmp_path / "back" / "tokenizer_config.json").read_text("utf-8"))
-    assert (settings["bos_token"], settings["eos_token"]) == ("<s>", "</s>")
-    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == words.to_str().encode()
-
-
-# The console script
-
-LAUNCHER = f"#!{sys.executable}\nimport sys\nfrom cortiq_fcd.cli import cortiq\nsys.exit(cortiq())\n"
-
-
-def script(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    path.chmod(0o755)
-    return path
-
-
-def call(program: Path, *arguments: str, path: list[Path]) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PATH": os.pathsep.join(map(str, path)), "PYTHONPATH": str(ROOT)}
-    return subprocess.run([program, *arguments], env=environment, capture_output=True, text=True, timeout=60)
-
-
-def test_other_commands_go_to_another_cortiq(tmp_path: Path) -> None:
-    ours = script(tmp_path / "a" / "cortiq", LAUNCHER)
-    script(tmp_path / "c" / "cortiq", '#!/bin/sh\necho "other $@"\nexit 7\n')
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "cortiq").symlink_to(ours)
-    ran = call(ours, "run", "x y", "--json", path=[tmp_path / "a", tmp_path / "b", tmp_path / "c"])
-    assert (ran.returncode, ran.stdout, ran.stderr) == (7, "other run x y --json\n", "")
-
-
-def test_never_to_itself(tmp_path: Path) -> None:
-    ours = script(tmp_path / "a" / "cortiq", LAUNCHER)
-    script(tmp_path / "elsewhere" / "cortiq", LAUNCHER)  # the same package in another environment
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "cortiq").symlink_to(ours)
-    os.link(ours, tmp_path / "b" / "hard")
-    path = [tmp_path / "a", tmp_path / "b", tmp_path / "elsewhere", tmp_path / "nowhere"]
-    ran = call(tmp_path / "b" / "cortiq", "run", path=path)
-    assert (ran.returncode, ran.stdout) == (2, "")
-    assert "no other cortiq on PATH" in ran.stderr
-
-
-def test_a_wrapper_around_us_does_not_turn_in_circles(tmp_path: Path) -> None:
-    ours = script(tmp_path / "a" / "cortiq", LAUNCHER)
-    script(tmp_path / "w" / "cortiq", f'#!/bin/sh\nexec {ours} "$@"\n')
-    ran = call(tmp_path / "w" / "cortiq", "run", path=[tmp_path / "w", Path("/bin"), Path("/usr/bin")])
-    assert ran.returncode == 2
-    assert "no other cortiq on PATH" in ran.stderr
-
-
-def test_help_and_no_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    for arguments, code, word in ((["--help"], 0, "--keep-intermediate"), (["convert", "--help"], 0, "--o1-window")):
-        monkeypatch.setattr(sys, "argv", ["cortiq", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.cortiq()
-        assert ended.value.code == code
-        assert word in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["cortiq"])
-    with pytest.raises(SystemExit) as ended:
-        cli.cortiq()
-    assert ended.value.code == 2
-    assert "no command" in capsys.readouterr().err
-
-
-def test_the_example_for_other_converters(tmp_path: Path, text: list[str]) -> None:
-    page = (ROOT / "docs" / "convert.md").read_text("utf-8")
-    example = tmp_path / "example.py"
-    example.write_text(page.split("```python\n")[1].split("```")[0], encoding="utf-8")
-    model = write_tiny_model(tmp_path / "in.cmf", provenance={"o1_attn": {"layers": "all", "m": 4, "w": 2, "sink": 0}})
-    launcher = f"#!{sys.executable}\nimport sys\nfrom cortiq_fcd.cli import main\nsys.exit(main())\n"
-    script(tmp_path / "bin" / "cortiq-fcd", launcher)
-    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    out = tmp_path / "out.cmf"
-    options = [*text, "--seq", "32", "--steps", "2", "--batch", "1", "--threads", "1"]
-
-    def example_run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(example), str(model), str(out), *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-
-    ran = example_run(*options)
-    assert ran.returncode == 0, ran.stderr
-    lines = ran.stdout.splitlines()
-    assert [line for line in lines if line.startswith("step ")][-1].startswith("step 2 of 2, loss ")
-    assert lines[-1].split()[0] in ("polished", "identity")
-    assert out.exists()
-    model.unlink()
-    again = example_run(*options)
-    assert again.returncode == 1
-    assert "exit 2: error: " in again.stderr
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json", "sub/notes.txt"])

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from cortiq_fcd.cli.convert import convert, export
+from cortiq_fcd.cli.convert import convert
+from cortiq_fcd.cli.export import export
 from cortiq_fcd.cli.measuring import EVAL_FIELDS, GATE_FIELDS
+from cortiq_fcd.cli.options import AsJson, DryRun, File, Progress, Quiet, Settings, Target, Verbose, listener_for
 from cortiq_fcd.cli.paths import check_source, check_target
 from cortiq_fcd.cli.settings import Flags, resolve, takes_settings, to_toml
 from cortiq_fcd.cli.streams import write_json, write_text
 from cortiq_fcd.errors import CmfFormatError, ConfigError, NothingPassedError
-
-if TYPE_CHECKING:
-    from cortiq_fcd.display.guard import Guarded
 
 app = typer.Typer(
     help="Polish O(1)-attention language models: train the converted layers until the served kernel behaves.",
@@ -25,42 +24,6 @@ app = typer.Typer(
 )
 
 Source = Annotated[Path, typer.Argument(metavar="IN", help="the CMF file to polish; never written", show_default=False)]
-Target = Annotated[Path, typer.Argument(metavar="OUT", help="the CMF file to write", show_default=False)]
-File = Annotated[Path, typer.Argument(metavar="FILE", help="a CMF file, or any shard of one", show_default=False)]
-Settings = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        metavar="FILE.toml",
-        help="settings as `config` prints them, flags win; default: none",
-        show_default=False,
-    ),
-]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="print one JSON document on stdout; default: off", show_default=False)
-]
-Progress = Annotated[
-    str,
-    typer.Option(
-        "--progress", metavar="KIND", help="auto, rich, plain, json or none; default: auto", show_default=False
-    ),
-]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="say nothing but errors; default: off", show_default=False)]
-Verbose = Annotated[
-    bool,
-    typer.Option(
-        "-v",
-        "--verbose",
-        help="a plain line for every step, and at the end where the time went; default: off",
-        show_default=False,
-    ),
-]
-DryRun = Annotated[
-    bool,
-    typer.Option(
-        "--dry-run", help="tell layers, memory, disk and time; write nothing; default: off", show_default=False
-    ),
-]
 
 TextFile = Annotated[
     Path | None,
@@ -118,7 +81,7 @@ def polish(
     flags: Flags,
 ) -> None:
     """Train the converted layers of IN until the served O(1) kernel behaves; write OUT and OUT.report.json."""
-    listener = _listener(progress, quiet, verbose)
+    listener = listener_for(progress, quiet, verbose)
     settings = resolve(flags, config)
     check_source(source)
     check_target(out)
@@ -203,7 +166,7 @@ def evaluate(
     """Measure the perplexity of a text through exact attention and through the served O(1) kernel, and their ratio."""
     from cortiq_fcd.cli.measuring import eval_command
 
-    listener = _listener(progress, quiet, verbose=False)
+    listener = listener_for(progress, quiet, verbose=False)
     eval_command(file, resolve(flags, config), text, windows, listener, as_json=json)
 
 
@@ -223,7 +186,7 @@ def gate(
     """Judge FILE by the text that it generates through the served kernel; exit 10 if it loops or can't be judged."""
     from cortiq_fcd.cli.measuring import gate_command
 
-    listener = _listener(progress, quiet, verbose=False)
+    listener = listener_for(progress, quiet, verbose=False)
     if not gate_command(file, resolve(flags, config), text, before, listener, as_json=json):
         raise typer.Exit(NothingPassedError.exit_code)
 
@@ -236,10 +199,10 @@ def demo(
     progress: Progress = "auto",
 ) -> None:
     """Polish the small built-in model in DIR and explain the report. Nothing is downloaded."""
-    _listener(progress, quiet=False, verbose=False)  # a wrong --progress ends here, before anything is imported
+    listener_for(progress, quiet=False, verbose=False)  # a wrong --progress ends here, before anything is imported
     from cortiq_fcd.cli.tour import run_tour
 
-    run_tour(folder, lambda: _listener(progress, quiet=False, verbose=False))
+    run_tour(folder, lambda: listener_for(progress, quiet=False, verbose=False))
 
 
 @app.command()
@@ -265,14 +228,6 @@ def schema(
 
 app.command()(export)
 app.command()(convert)
-
-
-def _listener(progress: str, quiet: bool, verbose: bool) -> Guarded:
-    from cortiq_fcd.display import KINDS, make_listener
-
-    if progress not in KINDS:
-        raise ConfigError(f"--progress {progress!r} is not known", hint=f"one of {', '.join(KINDS)}")
-    return make_listener(progress, sys.stderr, quiet=quiet, verbose=verbose)  # type: ignore[arg-type]
 
 
 def _version(on: bool) -> None:

@@ -1,40 +1,42 @@
-"""`cortiq convert` and `cortiq-fcd export`: HuggingFace directories in and out."""
+"""`cortiq convert`: a HuggingFace directory as a CMF file, polished in the same process if asked."""
 
 from __future__ import annotations
 
 import contextlib
-import json as json_module
 import os
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cortiq_fcd.cli.paths import check_name, check_source, check_target
+from cortiq_fcd.cli.options import (
+    AsJson,
+    DryRun,
+    Progress,
+    Quiet,
+    Settings,
+    Target,
+    Verbose,
+    listener_for,
+    note,
+)
+from cortiq_fcd.cli.paths import check_name, check_target
 from cortiq_fcd.cli.settings import FLAG_OF, Flags, resolve, takes_settings
 from cortiq_fcd.cli.signals import raised
-from cortiq_fcd.cli.streams import write_json, write_text
-from cortiq_fcd.errors import ConfigError, CorpusError
+from cortiq_fcd.errors import ConfigError
 
 if TYPE_CHECKING:
     from cortiq_fcd.io.hf.importing import Import
-    from cortiq_fcd.io.writer import WrittenFile
     from cortiq_fcd.stages.config import PolishConfig
-    from cortiq_fcd.stages.report import Report
 
-SCHEMA = "cortiq-convert/1"
 # What means something without --polish.
 _WITHOUT_POLISH = ("o1.layers", "o1.m", "o1.w", "o1.sink", "output.force")
 
 ModelDir = Annotated[
     Path, typer.Argument(metavar="MODEL_DIR", help="a HuggingFace directory with safetensors", show_default=False)
 ]
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="the CMF file to write", show_default=False)]
-CmfFile = Annotated[Path, typer.Argument(metavar="FILE", help="a CMF file, or any shard of one", show_default=False)]
-NewDir = Annotated[Path, typer.Argument(metavar="DIR", help="a new or an empty directory", show_default=False)]
 Quant = Annotated[
     str,
     typer.Option(
@@ -55,37 +57,12 @@ Keep = Annotated[
         show_default=False,
     ),
 ]
-Settings = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        metavar="FILE.toml",
-        help="settings of the polish, as `config` prints them; default: none",
-        show_default=False,
-    ),
-]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="print one JSON document on stdout; default: off", show_default=False)
-]
-Progress = Annotated[
-    str,
-    typer.Option(
-        "--progress", metavar="KIND", help="auto, rich, plain, json or none; default: auto", show_default=False
-    ),
-]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="say nothing but errors; default: off", show_default=False)]
-Verbose = Annotated[
-    bool, typer.Option("-v", "--verbose", help="a plain line for every step; default: off", show_default=False)
-]
-ExportDtype = Annotated[
-    str, typer.Option("--dtype", metavar="TYPE", help="weights as f32, f16 or bf16; default: f32", show_default=False)
-]
 
 
 @takes_settings
 def convert(
     source: ModelDir,
-    out: Out,
+    out: Target,
     quant: Quant = "f16",
     polish: Polish = False,
     keep_intermediate: Keep = False,
@@ -94,70 +71,53 @@ def convert(
     json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
+    dry_run: DryRun = False,
     *,
     flags: Flags,
 ) -> None:
     """Write the HuggingFace model in MODEL_DIR as the CMF file OUT; with --polish, a polished one."""
-    from cortiq_fcd.display import KINDS, make_listener
-    from cortiq_fcd.io.atomic import check_output_path
-
     check_name(source, str(source))
     check_target(out)
     _refuse_idle_options(flags, polish, keep_intermediate, config)
-    if progress not in KINDS:
-        raise ConfigError(f"--progress {progress!r} is not known", hint=f"one of {', '.join(KINDS)}")
+    listener = listener_for(progress, quiet, verbose)
     settings = resolve(flags, config)
     planned = _plan(source, quant, settings, marked=settings.o1.layers is not None and not settings.train.polish_only)
+    from cortiq_fcd.cli.outcome import document, polished, tell, tell_forecast  # behind the first refusals
+
     if not quiet:
-        _note(*planned.notes, as_events=progress == "json")
-    inputs = _files_of(source)
+        note(*planned.notes, as_events=progress == "json")
+    inputs = [*_files_of(source), *filter(None, [config])]
     if not polish:
+        _check(inputs, out, settings.output.force, planned)
+        if dry_run:
+            tell_forecast(planned, source, out, quant, None, json)
+            return
         with raised():
-            written = planned.write(_free(inputs, out, settings.output.force), force=settings.output.force)
-        _tell(_document(source, out, quant, planned, written), json)
+            written = planned.write(out, force=settings.output.force)
+        tell(document(source, out, quant, planned, written), json)
         return
-    check_output_path(inputs, out, settings.output.force or _announced(out))
-    _check_texts(settings)
-    with raised(), _intermediate(out, keep_intermediate, settings.output.force) as converted:
-        written = planned.write(_free(inputs, converted, True), force=True)
-        from cortiq_fcd.stages import pipeline  # imports torch: not before it is needed
-        from cortiq_fcd.stages.interrupt import Interruption
+    from cortiq_fcd.stages import pipeline  # imports torch
+    from cortiq_fcd.stages.interrupt import Interruption
 
-        listener = make_listener(progress, sys.stderr, quiet=quiet, verbose=verbose)  # type: ignore[arg-type]
+    converted = _intermediate_path(out, keep_intermediate, settings.output.force)
+    model, protected = planned.as_model(converted), [*inputs, converted]
+    if dry_run:
+        with listener:
+            forecast = pipeline.forecast(model, out, settings, listener, protected=protected)
+        _check(inputs, converted, True, planned, forecast.disk.out)
+        tell_forecast(planned, source, out, quant, forecast, json)
+        return
+    _check(inputs, converted, True, planned, pipeline.check(model, out, settings, protected=protected))
+    with raised(), _intermediate(converted, keep_intermediate):
+        written = planned.write(converted, force=True)
         with Interruption(listener.stopping).handling() as interruption, listener:
-            read = [*inputs, *filter(None, [config])]
-            report = pipeline.run(converted, out, settings, listener, interruption, protected=read)
-    document = _document(source, out, quant, planned, written)
-    _tell({**document, **_polished(report, out, settings, converted if keep_intermediate else None)}, json)
+            report = pipeline.run(converted, out, settings, listener, interruption, protected=inputs)
+    if verbose:
+        from cortiq_fcd.display.phases import phase_table
 
-
-def export(file: CmfFile, folder: NewDir, dtype: ExportDtype = "f32", json: AsJson = False) -> None:
-    """Write the model as a HuggingFace directory that transformers loads (attention comes out exact)."""
-    from cortiq_fcd.io.hf.exporting import plan_export
-    from cortiq_fcd.io.hf.writing import DTYPES, check_directory, write_export
-    from cortiq_fcd.io.reader import open_model
-    from cortiq_fcd.model.plan import plan_model
-
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype!r} is not known", hint=f"one of {', '.join(DTYPES)}")
-    check_source(file)
-    check_name(folder, str(folder))
-    check_directory(folder)
-    with open_model(file) as model, raised():
-        plan_model(model)
-        planned = plan_export(model, dtype)
-        written = write_export(planned, folder, dtype, model.header.get("tokenizer_config"))
-    _note(*planned.notes)
-    if json:
-        document = {
-            "schema": "cortiq-export/1",
-            "source": str(file),
-            "output": {"path": str(folder), "bytes": written.bytes, "dtype": dtype, "shards": written.shards},
-            "notes": list(planned.notes),
-        }
-        write_json(json_module.dumps(document, indent=2, ensure_ascii=False) + "\n")
-    else:
-        write_text(f"{folder}: {written.tensors} tensors, {written.bytes:,} bytes of {dtype} weights\n")
+        sys.stderr.write(phase_table(report.timing))
+    kept = converted if keep_intermediate else None
+    tell({**document(source, out, quant, planned, written), **polished(report, out, settings, kept)}, json)
 
 
 def _refuse_idle_options(flags: Flags, polish: bool, keep: bool, config: Path | None) -> None:
@@ -196,111 +156,36 @@ def _plan(source: Path, quant: str, settings: PolishConfig, *, marked: bool) -> 
     return plan_import(directory, dtype, conversion.record()).with_notes(notes)
 
 
-def _check_texts(settings: PolishConfig) -> None:
-    """Before a conversion that may take long: are the files there that the polish behind it will read?"""
-    for path in filter(None, (settings.corpus.train, settings.corpus.val)):
-        if not path.is_file():
-            raise CorpusError(f"{path}: there is no such file", hint="give a text file, or token ids as .npy or .json")
-    if settings.train.teacher is not None and not settings.train.teacher.is_file():
-        raise ConfigError(f"--teacher {settings.train.teacher}: there is no such file")
-
-
 def _files_of(source: Path) -> list[Path]:
     """Every file of a model's directory, whether this conversion reads it or not; a CMF file there is no part of it."""
     found = [Path(folder, name) for folder, _, names in os.walk(source) for name in names]
     return sorted(path for path in found if path.suffix != ".cmf")
 
 
-def _free(inputs: Sequence[Path], out: Path, force: bool) -> Path:
-    from cortiq_fcd.io.atomic import check_output_path
+def _check(inputs: list[Path], target: Path, force: bool, planned: Import, more_bytes: int = 0) -> None:
+    """Whether the converted file can be written to `target`, and `more_bytes` beside it."""
+    from cortiq_fcd.io.writer import check_free_space, check_output_path, expected_bytes
 
-    check_output_path(inputs, out, force)
-    return out
+    check_output_path(inputs, target, force)
+    nbytes = expected_bytes(planned.as_model(target), header=planned.header, replace={})
+    check_free_space(target, nbytes + more_bytes)
 
 
-def _announced(out: Path) -> bool:
-    """Whether a killed polish may have put OUT there already: the pipeline knows, and goes on from there."""
-    return (out.with_name(out.name + ".partial") / "out.json").exists()
+def _intermediate_path(out: Path, keep: bool, force: bool) -> Path:
+    """Where the converted file goes. One that is not kept has a hidden name of ours; the next command replaces it."""
+    if not keep:
+        return out.with_name(f".{out.name}.converted.cmf")
+    path = out.with_name(out.name + ".converted.cmf")
+    if os.path.lexists(path) and not force:
+        raise ConfigError(f"{path}: exists already", hint="give --force to replace it")
+    return path
 
 
 @contextlib.contextmanager
-def _intermediate(out: Path, keep: bool, force: bool) -> Iterator[Path]:
-    """Where the converted file goes. One that is not kept has a hidden name of ours and never outlives the command,
-    unless that is killed; the next one then replaces it.
-    """
-    if keep:
-        path = out.with_name(out.name + ".converted.cmf")
-        if os.path.lexists(path) and not force:
-            raise ConfigError(f"{path}: exists already", hint="give --force to replace it")
-        yield path
-        return
-    path = out.with_name(f".{out.name}.converted.cmf")
+def _intermediate(path: Path, keep: bool) -> Iterator[None]:
+    """Unless it is to be kept, the converted file never outlives the command (unless that is killed)."""
     try:
-        yield path
+        yield
     finally:
-        path.unlink(missing_ok=True)
-
-
-def _document(source: Path, out: Path, quant: str, planned: Import, written: WrittenFile) -> dict[str, Any]:
-    """The converter's JSON."""
-    arch = planned.header["arch"]
-    fallbacks = [
-        {"tensor": name, "asked": chosen.instead_of.label, "got": chosen.dtype.label, "why": chosen.why}
-        for name, chosen in planned.dtypes.items()
-        if chosen.instead_of is not None
-    ]
-    return {
-        "schema": SCHEMA,
-        "source": {"path": str(source), "arch_name": arch["arch_name"], "layers": arch["num_layers"]},
-        "output": {"path": str(out), "bytes": written.bytes, "dir_hash": written.dir_hash},
-        "quant": quant,
-        "tensors": dict(sorted(Counter(chosen.dtype.label for chosen in planned.dtypes.values()).items())),
-        "fallbacks": fallbacks,
-        "o1_attn": (planned.header.get("provenance") or {}).get("o1_attn"),
-        "notes": list(planned.notes),
-        "intermediate": None,
-        "polish": None,
-    }
-
-
-def _polished(report: Report, out: Path, settings: PolishConfig, kept: Path | None) -> dict[str, Any]:
-    """What a polish changes in the document."""
-    from cortiq_fcd.stages.sentence import sentence
-
-    where = settings.output.report or out.with_name(out.name + ".report.json")
-    return {
-        "output": {"path": str(out), "bytes": report.output.bytes, "dir_hash": report.output.dir_hash},
-        "o1_attn": None if settings.train.polish_only else _recorded(out),
-        "intermediate": str(kept) if kept else None,
-        "polish": {"report": str(where), "outcome": report.outcome, "sentence": sentence(report)},
-    }
-
-
-def _recorded(out: Path) -> Any:
-    from cortiq_fcd.io.reader import open_model
-
-    with open_model(out) as model:
-        return (model.header.get("provenance") or {}).get("o1_attn")
-
-
-def _tell(document: dict[str, Any], json: bool) -> None:
-    if json:
-        write_json(json_module.dumps(document, indent=2, ensure_ascii=False) + "\n")
-        return
-    output, counts = document["output"], document["tensors"]
-    kinds = ", ".join(f"{number} {label}" for label, number in counts.items())
-    write_text(f"{output['path']}: {output['bytes']:,} bytes ({kinds}), dir_hash {output['dir_hash']}\n")
-    if document["intermediate"]:
-        write_text(f"{document['intermediate']}: the converted file, not polished\n")
-    if document["polish"]:
-        write_text(f"{document['polish']['sentence']}\n{document['polish']['report']}: the whole report\n")
-
-
-def _note(*texts: str, as_events: bool = False) -> None:
-    """Tell them on stderr; as warning events where a program reads along."""
-    from cortiq_fcd.display.figures import printable, printable_json
-    from cortiq_fcd.events import WarningEvent
-
-    for text in texts:
-        event = printable_json(WarningEvent(message=text).model_dump_json(), sys.stderr.encoding or "utf-8")
-        sys.stderr.write(f"{event}\n" if as_events else f"note: {printable(text)}\n")
+        if not keep:
+            path.unlink(missing_ok=True)

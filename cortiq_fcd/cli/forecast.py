@@ -44,12 +44,18 @@ def forecast_command(
     if as_json:
         write_json(json.dumps(asdict(forecast), indent=2) + "\n")
     else:
-        write_text("".join(f"{line}\n" for line in _lines(forecast)))
+        write_text("".join(f"{line}\n" for line in lines(forecast)))
+    refuse_if_too_large(forecast)
+
+
+def refuse_if_too_large(forecast: Forecast) -> None:
+    """ResourceError with what would fit instead, if the run would not."""
     if forecast.fits:
         raise ResourceError("this polish would not fit into memory", hint=forecast.fits)
 
 
-def _lines(forecast: Forecast) -> Iterator[str]:
+def lines(forecast: Forecast) -> Iterator[str]:
+    """A forecast for people."""
     memory, disk, time = forecast.memory, forecast.disk, forecast.time
     yield f"layers trained       {len(forecast.layers)}: {figures.layers(forecast.layers)}"
     yield f"weights trained      {forecast.trainable_params:,}"

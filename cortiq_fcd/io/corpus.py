@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from cortiq_fcd.errors import CorpusError
-from cortiq_fcd.io.reader import CmfModel
+from cortiq_fcd.io.planned import AnyModel
 from cortiq_fcd.io.tokenizer import Ids, Tokenizer, load_tokenizer
 
 BUILTIN = "austen.txt"
@@ -52,7 +52,7 @@ class Text:
 
 
 def load_corpus(
-    *, train: Path | None, val: Path | None, max_train_bytes: int, max_val_bytes: int, model: CmfModel
+    *, train: Path | None, val: Path | None, max_train_bytes: int, max_val_bytes: int, model: AnyModel
 ) -> Corpus:
     """Reads and tokenizes both texts. `train` None is the built-in text, `val` None holds out the end of its tokens.
 
@@ -78,7 +78,7 @@ def load_corpus(
     )
 
 
-def load_text(*, text: Path | None, max_bytes: int, model: CmfModel) -> Text:
+def load_text(*, text: Path | None, max_bytes: int, model: AnyModel) -> Text:
     """The validation text alone, as a polish has it: the end of the built-in text where `text` is None.
 
     Raises as `load_corpus`.
@@ -123,7 +123,7 @@ def check_lengths(corpus: Corpus, seq: int, batch: int) -> tuple[str, ...]:
 class _Reader:
     """Reads files for one model; the tokenizer is loaded when the first text needs it, and once."""
 
-    def __init__(self, model: CmfModel) -> None:
+    def __init__(self, model: AnyModel) -> None:
         self._model = model
         self._vocab_size = int(model.arch["vocab_size"])
         self._tokenizer: Tokenizer | None = None

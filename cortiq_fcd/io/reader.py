@@ -80,6 +80,10 @@ class CmfModel:
             raise _hash_fault(first.path, f"hash of the {name} section", span.offset_bytes, recorded, hash64(data))
         return data
 
+    def section_bytes(self, name: str) -> int:
+        """Size of a section in bytes, 0 if absent."""
+        return self.files[0].envelope.spans[name].nbytes
+
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """The payload as a read-only view of the mapped file; KeyError for an unknown name. It outlives `close`."""
         return self._file_of[name].view(self.tensors[name].span)

@@ -17,7 +17,7 @@ import tokenizers
 
 from cortiq_fcd.errors import TokenizerError
 from cortiq_fcd.io.layout import VOCAB
-from cortiq_fcd.io.reader import CmfModel
+from cortiq_fcd.io.planned import AnyModel
 
 Ids = npt.NDArray[np.int64]
 
@@ -47,7 +47,7 @@ class Tokenizer:
         return str(self._codec.decode(np.asarray(ids).tolist(), skip_special_tokens=skip_special_tokens))
 
 
-def load_tokenizer(model: CmfModel) -> Tokenizer:
+def load_tokenizer(model: AnyModel) -> Tokenizer:
     """The embedded tokenizer; where the file has none, the `tokenizer.json` beside it.
 
     Raises TokenizerError when there is neither, or when the one found can't be read.

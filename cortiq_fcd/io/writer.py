@@ -19,15 +19,24 @@ from cortiq_fcd.errors import CmfFormatError, ConfigError, NonFiniteWeightsError
 from cortiq_fcd.io import layout
 from cortiq_fcd.io.atomic import check_free_space, check_output_path, write_atomically
 from cortiq_fcd.io.codecs import CODECS, EncodeError, PayloadError
-from cortiq_fcd.io.codecs.codec import grouped_matrix
+from cortiq_fcd.io.codecs.vbit import vbit_ro_bounds
 from cortiq_fcd.io.container import TensorRecord
 from cortiq_fcd.io.hashing import Hasher, hash64
 from cortiq_fcd.io.header import dump_header, parse_header
 from cortiq_fcd.io.layout import DATA, DIRECTORY, HEADER, OPTIONAL_SECTIONS, DirectoryEntry, DType, Envelope, Span
+from cortiq_fcd.io.planned import AnyModel
 from cortiq_fcd.io.reader import CmfModel, require_hash
 from cortiq_fcd.io.verify import verify_model
 
-__all__ = ["WrittenFile", "check_free_space", "check_output_path", "create_model", "expected_bytes", "write_model"]
+__all__ = [
+    "WrittenFile",
+    "check_free_space",
+    "check_output_path",
+    "create_model",
+    "expected_bytes",
+    "payload_bounds",
+    "write_model",
+]
 
 _KEPT_FEATURES = layout.FEATURE_MASKS | layout.FEATURE_PER_VISIT_MASKS | layout.FEATURE_STANDALONE_SKILL
 
@@ -124,12 +133,12 @@ def create_model(
     return WrittenFile(Path(out), size, dir_hash, 0, len(plan))
 
 
-def expected_bytes(source: CmfModel, *, header: dict[str, Any], replace: Mapping[str, DType]) -> int:
+def expected_bytes(source: AnyModel, *, header: dict[str, Any], replace: Mapping[str, DType]) -> int:
     """Size in bytes of what `write_model` writes, for tensors replaced by these dtypes.
 
     Exact for the header given; with vbit_ro among the dtypes an upper bound (its widths come from the weights).
     """
-    sections = {name: source.files[0].envelope.spans[name].nbytes for name in OPTIONAL_SECTIONS}
+    sections = {name: source.section_bytes(name) for name in OPTIONAL_SECTIONS}
     placeholder = {name: b"0" for name, nbytes in sections.items() if nbytes}
     at = layout.ENVELOPE_BYTES + len(_final_header(header, placeholder, source.path))
     at += layout.directory_bytes(list(source.tensors))
@@ -140,13 +149,18 @@ def expected_bytes(source: CmfModel, *, header: dict[str, Any], replace: Mapping
     return at + sum(sections.values())
 
 
+def payload_bounds(dtype: DType, shape: tuple[int, ...]) -> tuple[int, int]:
+    """The least and the most bytes of a payload: they differ for vbit_ro. PayloadError when it can't hold the shape."""
+    if dtype == DType.VBIT_RO:
+        return vbit_ro_bounds(shape)
+    nbytes = CODECS[dtype].nbytes(shape)
+    return nbytes, nbytes
+
+
 def _encoded_bytes(name: str, dtype: DType, shape: tuple[int, ...]) -> int:
     """Payload size; for vbit_ro the largest possible. ConfigError when the dtype can't hold the shape."""
     try:
-        if dtype != DType.VBIT_RO:
-            return CODECS[dtype].nbytes(shape)
-        rows, groups = grouped_matrix(shape)
-        return rows + 2 * rows * groups + 4 * (rows + 1) + rows * groups * layout.GROUP
+        return payload_bounds(dtype, shape)[1]
     except PayloadError as error:
         raise _shape_fault(name, dtype, shape, error) from None
 

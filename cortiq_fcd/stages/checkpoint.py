@@ -39,6 +39,7 @@ except ImportError:  # Windows
 
 FORMAT = "cortiq-fcd-checkpoint/2"
 GENERATIONS = 2
+UNKNOWN = "not known yet"  # a fact of an identity that agrees with every other
 _NAME = re.compile(r"checkpoint-(\d{6,})\.json")
 _TENSORS = re.compile(r"checkpoint-(\d{6,})\.safetensors")
 _TEMPORARY = re.compile(r"\.(checkpoint-\d{6,}\.(json|safetensors)|out\.json)\.[0-9a-f]{16}\.partial")
@@ -181,7 +182,13 @@ class Checkpoints:
             said = json.loads((self.folder / "out.json").read_bytes())
         except (OSError, ValueError):
             return False
-        return record is not None and said == {"identity": self._identity, "fcd": record}
+        known = isinstance(said, dict) and isinstance(said.get("identity"), dict)
+        return (
+            record is not None
+            and known
+            and not _differences(said["identity"], self._identity)
+            and said.get("fcd") == record
+        )
 
     def clear(self) -> list[str]:
         """Remove the folder, at the end of a run. Files of others stay, and a note says so."""
@@ -325,7 +332,7 @@ def _differences(recorded: Mapping[str, str], now: Mapping[str, str]) -> tuple[s
     return tuple(
         f"{name} was {recorded.get(name, 'not there')}, is {now.get(name, 'not there')}"
         for name in names
-        if recorded.get(name) != now.get(name)
+        if now.get(name) not in (UNKNOWN, recorded.get(name))
     )
 
 

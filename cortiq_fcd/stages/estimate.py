@@ -201,7 +201,7 @@ class Forecast:
 
 def check_memory(sizes: Sizes, device: torch.device) -> None:
     """ResourceError (exit 6) if the run needs more memory than there is, with what would fit."""
-    _check_least(sizes, device)
+    check_least(sizes, device)
     needed = memory(sizes, device)
     if needed.fits:
         return
@@ -213,7 +213,7 @@ def check_memory(sizes: Sizes, device: torch.device) -> None:
     )
 
 
-def _check_least(sizes: Sizes, device: torch.device) -> None:
+def check_least(sizes: Sizes, device: torch.device) -> None:
     """Refuse what is hopeless by arithmetic alone where trying it out, as the estimate does, would take minutes."""
     if sizes.train.batch * sizes.train.seq < MANY_POSITIONS:
         return

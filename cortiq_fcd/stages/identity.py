@@ -13,8 +13,10 @@ from cortiq_fcd.errors import CmfFormatError
 from cortiq_fcd.io.corpus import Corpus
 from cortiq_fcd.io.hashing import hash64
 from cortiq_fcd.io.layout import OPTIONAL_SECTIONS
+from cortiq_fcd.io.planned import AnyModel
 from cortiq_fcd.io.reader import CmfModel, open_model
 from cortiq_fcd.model.conversion import Conversion
+from cortiq_fcd.stages.checkpoint import UNKNOWN
 from cortiq_fcd.stages.config import PolishConfig
 from cortiq_fcd.stages.machine import tool_info
 
@@ -23,7 +25,7 @@ _ELSEWHERE = {"train.teacher", "gate.require_pass"}
 
 
 def run_identity(
-    model: CmfModel,
+    model: AnyModel,
     teacher: str | None,
     corpus: Corpus,
     conversion: Conversion,
@@ -32,7 +34,7 @@ def run_identity(
 ) -> dict[str, str]:
     """The facts by name, as text. `teacher`: the hash of a separate teacher file."""
     facts: dict[str, Any] = {
-        "the source file": contents(model),
+        "the source file": contents(model) if isinstance(model, CmfModel) else UNKNOWN,
         "the teacher file": teacher or "the source file",
         "the training text": f"{corpus.train_sha256[:16]} ({_ids_hash(corpus.train)})",
         "the validation text": f"{corpus.val_sha256[:16]} ({_ids_hash(corpus.val)})",
@@ -81,7 +83,7 @@ def _machinery(device: torch.device) -> dict[str, str]:
 Stamp = list[tuple[int, int, int, int]]
 
 
-def stamp(model: CmfModel) -> Stamp:
+def stamp(model: AnyModel) -> Stamp:
     """Which files these are: device, inode, size in bytes and time of change of each."""
     facts = [path.stat() for path in model.paths]
     return [(fact.st_dev, fact.st_ino, fact.st_size, fact.st_mtime_ns) for fact in facts]

@@ -13,6 +13,7 @@ import torch
 from cortiq_fcd.errors import CortiqError, DivergedError, NothingPassedError
 from cortiq_fcd.events import DoneEvent, Listener, ignore
 from cortiq_fcd.io.paths import printable
+from cortiq_fcd.io.planned import AnyModel, PlannedModel
 from cortiq_fcd.io.reader import CmfModel, open_model
 from cortiq_fcd.io.writer import WrittenFile
 from cortiq_fcd.model.replica import Replica
@@ -79,22 +80,41 @@ def dry_run(
     source: Path, out: Path, config: PolishConfig, listener: Listener = ignore, *, protected: Iterable[Path] = ()
 ) -> Forecast:
     """What `run` would do and need. All checks of `run` are made; nothing is written. Raises as `run` does."""
+    with open_model(source) as model:
+        return forecast(model, out, config, listener, protected=protected)
+
+
+def forecast(
+    model: AnyModel, out: Path, config: PolishConfig, listener: Listener = ignore, *, protected: Iterable[Path] = ()
+) -> Forecast:
+    """As `dry_run`, of a file that is open, or not written yet."""
     progress = Progress(listener)
     device = choose_device(config.compute)
-    with open_model(source) as model:
-        job = prepare(model, out, config, device, progress, protected)
-        resumes_after = _resumes_after(job, config)
-        needed = estimate.memory(job.sizes, device)
-        return Forecast(
-            layers=list(job.conversion.layers),
-            trainable_params=job.sizes.trained,
-            resumes_after_step=resumes_after,
-            memory=needed,
-            disk=estimate.disk(job.sizes, out, job.out_bytes),
-            time=estimate.duration(job.sizes, device),
-            fits="" if needed.fits else estimate.what_fits(job.sizes, device),
-            warnings=progress.notes,
-        )
+    job = prepare(model, out, config, device, progress, protected)
+    estimate.check_least(job.sizes, device)
+    resumes_after = _resumes_after(job, config)
+    needed = estimate.memory(job.sizes, device)
+    return Forecast(
+        layers=list(job.conversion.layers),
+        trainable_params=job.sizes.trained,
+        resumes_after_step=resumes_after,
+        memory=needed,
+        disk=estimate.disk(job.sizes, out, job.out_bytes),
+        time=estimate.duration(job.sizes, device),
+        fits="" if needed.fits else estimate.what_fits(job.sizes, device),
+        warnings=progress.notes,
+    )
+
+
+def check(model: PlannedModel, out: Path, config: PolishConfig, *, protected: Iterable[Path] = ()) -> int:
+    """Refuse, before `model` is written, what `run` would refuse then. The size of `out` in bytes."""
+    progress = Progress(ignore)
+    device = choose_device(config.compute)
+    job = prepare(model, out, config, device, progress, protected)
+    if config.output.resume:
+        find_checkpoint(job.checkpoints, config.output, progress)
+    estimate.check_memory(job.sizes, device)
+    return job.out_bytes
 
 
 def _resumes_after(job: Job, config: PolishConfig) -> int | None:

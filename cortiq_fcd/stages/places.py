@@ -10,12 +10,12 @@ from pathlib import Path
 from cortiq_fcd.errors import ConfigError
 from cortiq_fcd.io.atomic import check_output_path
 from cortiq_fcd.io.paths import is_inside, is_regular
-from cortiq_fcd.io.reader import CmfModel
+from cortiq_fcd.io.planned import AnyModel
 from cortiq_fcd.stages.checkpoint import check_folder, finished_of, folder_of
 from cortiq_fcd.stages.config import PolishConfig
 
 
-def read_by(model: CmfModel, config: PolishConfig, protected: Iterable[Path] = ()) -> list[Path]:
+def read_by(model: AnyModel, config: PolishConfig, protected: Iterable[Path] = ()) -> list[Path]:
     """Every file that the run reads: shards, teacher, texts, the tokenizer beside the model, and the caller's own."""
     beside = model.path.parent / "tokenizer.json"
     settings = (config.train.teacher, config.corpus.train, config.corpus.val)

@@ -10,7 +10,8 @@ import torch
 
 from cortiq_fcd.errors import CortiqError, NothingPassedError
 from cortiq_fcd.io.corpus import Corpus, check_lengths, load_corpus
-from cortiq_fcd.io.reader import CmfModel, open_model
+from cortiq_fcd.io.planned import AnyModel
+from cortiq_fcd.io.reader import open_model
 from cortiq_fcd.io.writer import check_free_space, check_output_path, expected_bytes
 from cortiq_fcd.model.conversion import Conversion, resolve_conversion
 from cortiq_fcd.model.plan import ModelPlan, eos_notes, plan_model
@@ -42,7 +43,7 @@ class Job:
 
 
 def prepare(
-    model: CmfModel,
+    model: AnyModel,
     out: Path,
     config: PolishConfig,
     device: torch.device,
@@ -104,7 +105,7 @@ def is_own(out: Path, checkpoints: Checkpoints) -> bool:
         return False
 
 
-def _conversion(config: PolishConfig, plan: ModelPlan, model: CmfModel, progress: Progress) -> Conversion:
+def _conversion(config: PolishConfig, plan: ModelPlan, model: AnyModel, progress: Progress) -> Conversion:
     o1 = config.o1
     conversion, notes = resolve_conversion(
         plan,
@@ -122,7 +123,7 @@ def _conversion(config: PolishConfig, plan: ModelPlan, model: CmfModel, progress
 
 
 def _teacher(
-    config: PolishConfig, plan: ModelPlan, model: CmfModel, out: Path, progress: Progress
+    config: PolishConfig, plan: ModelPlan, model: AnyModel, out: Path, progress: Progress
 ) -> tuple[ModelPlan | None, str | None]:
     """The plan of a separate teacher file, if one was given and can teach this model, and the hash of what it holds."""
     path = config.train.teacher
@@ -135,7 +136,7 @@ def _teacher(
         return teacher_plan, contents(teacher)
 
 
-def _check_disk(config: PolishConfig, plan: ModelPlan, conversion: Conversion, model: CmfModel, out: Path) -> int:
+def _check_disk(config: PolishConfig, plan: ModelPlan, conversion: Conversion, model: AnyModel, out: Path) -> int:
     """Size of OUT in bytes; ResourceError if it would not fit where it goes."""
     names = [name for i in conversion.layers for name in plan.layers[i].trainable]
     dtypes = {name: store.stored_dtype(config.output, plan.shapes[name]) for name in names}
@@ -144,7 +145,7 @@ def _check_disk(config: PolishConfig, plan: ModelPlan, conversion: Conversion, m
     return nbytes
 
 
-def _corpus(config: PolishConfig, model: CmfModel, progress: Progress) -> Corpus:
+def _corpus(config: PolishConfig, model: AnyModel, progress: Progress) -> Corpus:
     corpus = load_corpus(
         train=config.corpus.train,
         val=config.corpus.val,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cortiq_fcd.errors import ConfigError, TokenizerError
+from cortiq_fcd.io.planned import AnyModel
 from cortiq_fcd.io.reader import CmfModel
 from cortiq_fcd.model.plan import ModelPlan
 
@@ -10,7 +11,7 @@ from cortiq_fcd.model.plan import ModelPlan
 def check_teacher(
     teacher: CmfModel,
     teacher_plan: ModelPlan,
-    student: CmfModel,
+    student: AnyModel,
     student_plan: ModelPlan,
     *,
     option: str = "--teacher",

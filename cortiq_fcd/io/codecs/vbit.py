@@ -48,6 +48,16 @@ def vbit_ro_nbytes(shape: Shape, payload: Payload | None = None) -> int:
     return vbit_nbytes(shape, payload) + 4 * (shape[0] + 1)
 
 
+def vbit_ro_bounds(shape: Shape) -> tuple[int, int]:
+    """The least and the most bytes that weights of this shape can take: every row at 3 bits, or at 8."""
+    rows, groups = grouped_matrix(shape)
+    least, most = (
+        rows + 2 * rows * groups + 4 * (rows + 1) + rows * groups * GROUP // 8 * width
+        for width in (WIDTHS[0], WIDTHS[-1])
+    )
+    return least, most
+
+
 def check_vbit(payload: Payload, shape: Shape) -> None:
     """Widths and length."""
     require_size(payload, vbit_nbytes(shape, payload))

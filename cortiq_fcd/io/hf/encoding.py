@@ -10,6 +10,7 @@ The bytes are those that the codec gives for the whole matrix; a test holds it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from cortiq_fcd.io.hf.names import Placed
 from cortiq_fcd.io.layout import GROUP, DType
 
 BLOCK_WEIGHTS = 1 << 22
+SCRATCH_BYTES = 12 * BLOCK_WEIGHTS  # what codecs allocate beside the payload, for one block or for a small tensor
 
 _ROW_BYTES: Mapping[DType, Callable[[int], tuple[int, ...]]] = {
     DType.F32: lambda cols: (4 * cols,),
@@ -35,15 +37,27 @@ _ROW_BYTES: Mapping[DType, Callable[[int], tuple[int, ...]]] = {
 
 def weights_or_payload(tensor: Placed, dtype: DType) -> npt.NDArray[Any]:
     """What the writer is given: f32 weights [shape] to encode, or, where that saves memory, the payload as uint8."""
-    if tensor.rows is not None or len(tensor.shape) != 2 or dtype not in _ROW_BYTES:
-        return tensor.read()
-    rows, cols = tensor.shape
-    if rows * cols <= BLOCK_WEIGHTS or (dtype == DType.Q4_BLOCK and cols % GROUP):
+    if not _goes_by_rows(tensor, dtype):
         return tensor.read()
     try:
-        return _encode_by_rows(tensor, dtype, rows, cols)
+        return _encode_by_rows(tensor, dtype, *tensor.shape)
     except EncodeError:
         return tensor.read()  # the writer meets it again, and tells the place in the whole matrix
+
+
+def peak_bytes(tensor: Placed, dtype: DType, payload_bytes: int) -> int:
+    """The most memory that reading and encoding one tensor takes; a test holds it against what is allocated."""
+    if _goes_by_rows(tensor, dtype):
+        return payload_bytes + SCRATCH_BYTES
+    read = math.prod(tensor.stored.shape) if tensor.rows is not None else 0
+    return 4 * (math.prod(tensor.shape) + read) + 2 * payload_bytes + SCRATCH_BYTES
+
+
+def _goes_by_rows(tensor: Placed, dtype: DType) -> bool:
+    if tensor.rows is not None or len(tensor.shape) != 2 or dtype not in _ROW_BYTES:
+        return False
+    rows, cols = tensor.shape
+    return rows * cols > BLOCK_WEIGHTS and not (dtype == DType.Q4_BLOCK and cols % GROUP)
 
 
 def _encode_by_rows(tensor: Placed, dtype: DType, rows: int, cols: int) -> npt.NDArray[np.uint8]:

@@ -12,11 +12,14 @@ import numpy.typing as npt
 
 from cortiq_fcd.io import layout, writer
 from cortiq_fcd.io.hf.directory import HfDirectory
-from cortiq_fcd.io.hf.encoding import weights_or_payload
+from cortiq_fcd.io.hf.encoding import peak_bytes, weights_or_payload
 from cortiq_fcd.io.hf.families import describe, record
 from cortiq_fcd.io.hf.names import Placed, place
 from cortiq_fcd.io.hf.quantization import Chosen, choose
 from cortiq_fcd.io.layout import DType
+from cortiq_fcd.io.planned import PlannedModel
+from cortiq_fcd.io.reader import TensorRecord
+from cortiq_fcd.io.writer import payload_bounds
 
 RECORDED = "huggingface"  # key of provenance
 
@@ -41,6 +44,26 @@ class Import:
     def write(self, out: Path, *, force: bool) -> writer.WrittenFile:
         """Write it, one tensor in memory at a time; errors as `writer.create_model`, and those of `Placed.read`."""
         return writer.create_model(out, header=self.header, tensors=self._payloads(), vocab=self.vocab, force=force)
+
+    def as_model(self, path: Path, *, largest: bool = False) -> PlannedModel:
+        """The file at `path` before it is written. `largest`: payloads whose size depends on the weights take the most
+        that is possible, instead of the least.
+        """
+        records = {
+            name: TensorRecord(name, dtype, tensor.shape, payload_bounds(dtype, tensor.shape)[largest], 0, 0, path)
+            for name, tensor in self.tensors.items()
+            for dtype in [self.dtypes[name].dtype]
+        }
+        sections = {layout.VOCAB: self.vocab} if self.vocab else {}
+        return PlannedModel(path, self.header, self.required_features, records, sections)
+
+    def memory_bytes(self) -> int:
+        """The most that writing allocates at once: one tensor after the other."""
+        return max(
+            peak_bytes(tensor, dtype, payload_bounds(dtype, tensor.shape)[1])
+            for name, tensor in self.tensors.items()
+            for dtype in [self.dtypes[name].dtype]
+        )
 
     def _payloads(self) -> Iterator[tuple[str, DType, tuple[int, ...], Callable[[], npt.NDArray[Any]]]]:
         for name, tensor in self.tensors.items():
