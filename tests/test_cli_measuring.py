@@ -143,3 +143,22 @@ def test_a_damaged_and_an_unsupported_file(run: Run, model: Path, command: str, 
     (tmp_path / "magic.cmf").write_bytes(b"GGUF" + bytes(200))
     assert run(command, tmp_path / "magic.cmf", *flags(model))[0] == 3
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", ["eval", "gate"])
+@pytest.mark.parametrize("key", ["a_key_of_next_year", "moe", "hidden_act"])
+def test_a_model_that_would_be_another_function_is_refused_by_name(
+    run: Run, model: Path, command: str, key: str, tmp_path: Path
+) -> None:
+    """And `inspect` and `verify` still take it."""
+    arch = dict(MODEL.header()["arch"]) | {key: {"x": 1}}
+    other = MODEL.write(tmp_path / "other.cmf", arch=arch)
+    code, out, err = run(command, other, *flags(model))
+    assert (code, out) == (4, "")
+    assert err.splitlines()[-1].startswith(("error: ", "hint: "))
+    assert f"arch.{key}" in err
+    if command == "gate":
+        code, out, err = run("gate", model, "--before", other, *flags(model))
+        assert (code, out) == (4, "")
+        assert f"arch.{key}" in err
+    assert run("inspect", other)[0] == run("verify", other)[0] == 0

@@ -32,6 +32,7 @@ EXACT = replace(O1, polish_only=True)
 HYBRID = {**LINEAR, "layer_types": ["LinearAttention", "FullAttention", "LinearAttention"]}
 MIDDLE = Conversion((1,), (1,), m=6, w=5, sink=2, seal=20)
 YARN = {"factor": 4.0, "original_max_position_embeddings": 4096}
+SHORT_YARN = {"factor": 8.0, "original_max_position_embeddings": 64}
 
 
 @dataclass(frozen=True)
@@ -238,6 +239,28 @@ FIELDS: dict[str, Without] = {
         ),
         {"yarn": None},
     ),
+    "layer_types": Without(
+        Tiny(arch={"layer_types": ["SlidingAttention"] * 3, "sliding_window": 5}, seed=30),
+        {"layer_types": ["FullAttention"] * 3, "sliding_window": None},
+    ),
+    # The same tensors with another split of the key channels into heads.
+    "linear_num_key_heads with linear_key_head_dim": Without(
+        Tiny(arch=HYBRID, seed=31), {"linear_num_key_heads": 4, "linear_key_head_dim": 3}
+    ),
+    **{
+        f"yarn's {' and '.join(own)}": Without(
+            Tiny(arch={"rope_theta": 20.0, "yarn": SHORT_YARN | own}, seed=32), {"yarn": SHORT_YARN}
+        )
+        for own in (
+            {"factor": 2.0},
+            {"original_max_position_embeddings": 16},
+            {"beta_fast": 3.0},
+            {"beta_slow": 2.5},
+            {"truncate": False},
+            {"attention_factor": 1.8},
+            {"mscale": 4.0, "mscale_all_dim": 0.5},
+        )
+    },
 }
 
 

@@ -22,6 +22,8 @@ from cortiq_fcd.model.plan import ModelPlan, plan_model
 from cortiq_fcd.model.replica import hidden_states, new_replica
 from cortiq_fcd.model.weights import load_weights
 from tests.fixtures import Shape, Source
+from tests.model.test_fields import FIELDS
+from tests.model.test_refusals import FREE
 
 transformers = pytest.importorskip(
     "transformers", "5.24", reason="the independent implementation needs transformers 5.24"
@@ -458,3 +460,9 @@ def test_heads_by_layer_can_not_be_left_out() -> None:
     arch = {key: value for key, value in both.arch.items() if key != "attention_heads_per_layer"}
     with pytest.raises(Exception, match="q_proj"):
         plan_of(arch, both.tensors)
+
+
+def test_every_honoured_key_is_worth_more_than_a_percent_in_some_test() -> None:
+    """Here or in test_fields; keys that the tensors' shapes leave one value are refused when they say another."""
+    shown = {taken for case in CASES.values() for taken in case.without} | set(FIELDS)
+    assert FREE.keys() - shown == set()

@@ -127,7 +127,10 @@ def yarn(frequency: Tensor, theta: float, setting: Mapping[str, Any]) -> tuple[T
         low, high = low.floor(), high.ceil()
     low, high = low.clamp(min=0), high.clamp(max=2 * len(frequency) - 1)
     scaled = ((index - low) / (high - low).clamp(min=0.001)).clamp(0, 1)
-    magnitude = setting.get("attention_factor", 0.1 * math.log(setting["factor"]) + 1)
+    grown = 0.1 * math.log(setting["factor"])
+    magnitude = setting.get("attention_factor", grown + 1)
+    if "mscale" in setting:
+        magnitude = (grown * setting["mscale"] + 1) / (grown * setting["mscale_all_dim"] + 1)
     return frequency * (1 - scaled) + frequency / setting["factor"] * scaled, magnitude
 
 
