@@ -23,7 +23,7 @@ from cortiq_fcd.kernels.causal_attention import (
     causal_attention_fwd,
     causal_attention_step,
 )
-from cortiq_fcd.kernels.ce_kl import ce_kl, chunk_rows, nll_sum
+from cortiq_fcd.kernels.ce_kl import COPIES, ce_kl, chunk_rows, nll_sum
 from cortiq_fcd.kernels.delta_rule import delta_rule_bwd, delta_rule_fwd
 from cortiq_fcd.kernels.landmark_inverse import landmark_inverse
 from cortiq_fcd.kernels.linear import linear_bwd_input, linear_bwd_weight, linear_fwd
@@ -256,7 +256,7 @@ def bench_loss() -> None:
     N, V, C = 1024, 49_152, 576
     student, teacher, head = normal(N, C), normal(N, C) / C**0.5, normal(V, C) / C**0.5
     targets = torch.arange(N) % V
-    chunk = chunk_rows(V, 4, 4)
+    chunk = -(-N // -(-N // chunk_rows(V, 4, COPIES)))
     logits, dhidden = torch.empty(2 * chunk, V), torch.empty(N, C)
 
     def products() -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cortiq_fcd.kernels.exponential import exp_shifted_
 from cortiq_fcd.kernels.widen import widened
 
 # Query rows a block. Small blocks skip more of the masked half, large ones give the matrix products more to do.
@@ -69,7 +70,7 @@ def causal_attention_fwd(
         merged = _logits(_rows(q, block) * scale, k, softcap, block, room)
         logits = block.mask_(_by_head(merged, R))
         top = torch.amax(logits, -1, keepdim=True, out=tops[batch, ..., rows, :])
-        logits.sub_(top).exp_()
+        exp_shifted_(logits, top)
         total = torch.sum(logits, -1, keepdim=True, out=totals[batch, ..., rows, :])
         torch.div(_by_head(merged @ v[batch, :, keys], R), total, out=out[batch, ..., rows, :])
     return out.to(dtype), Saved(q, k, v, out, tops, totals, scale, window, softcap, dtype)
@@ -90,7 +91,7 @@ def causal_attention_bwd(dout: Tensor, saved: Saved) -> Grads:
         q_rows, dout_rows = _rows(q, block).mul(scale), _rows(dout, block)
         weights = _logits(q_rows, k, saved.softcap, block, room)
         slope = None if saved.softcap is None else 1 - (weights / saved.softcap).square_()
-        block.mask_(_by_head(weights, R)).sub_(saved.top[batch, ..., rows, :]).exp_()
+        exp_shifted_(block.mask_(_by_head(weights, R)), saved.top[batch, ..., rows, :])
         dv[batch, :, keys] += weights.mT @ dout_rows
         dlogits = _product(dout_rows, v[batch, :, keys].mT, second_room)
         dlogits.sub_(_rows(delta, block)).mul_(weights)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cortiq_fcd.kernels.exponential import LOG2_E
 from cortiq_fcd.kernels.unit_lower_inverse import unit_lower_inverse
 from cortiq_fcd.kernels.widen import widened
 
@@ -53,8 +54,9 @@ class _Chunks:
 
 def _chunks(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor, beta: Tensor) -> _Chunks:
     # G reaches hundreds at strong decay, and its differences must keep their digits: f64 up to there. An exponent
-    # x <= 0 may then be rounded, since |x| e^x never exceeds 1/e.
-    G = _cut(log_g.double().unsqueeze(-1)).cumsum(-2)
+    # x <= 0 may then be rounded, since |x| e^x never exceeds 1/e. G is in units of ln 2 for the sake of exp2 (see
+    # `exponential`).
+    G = _cut(log_g.double().unsqueeze(-1)).cumsum(-2).mul_(LOG2_E)
     difference = (G - G.mT).to(q.dtype)
     above = torch.ones(difference.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
     return _Chunks(
@@ -62,9 +64,9 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor, beta: Tensor) -> _Ch
         k=_cut(k.unsqueeze(2)),
         v=_cut(v),
         beta=_cut(beta.unsqueeze(-1)),
-        from_start=G.exp().to(q.dtype),
-        to_end=(G[..., -1:, :] - G).exp().to(q.dtype),
-        decay=difference.masked_fill_(above, -torch.inf).exp_(),
+        from_start=G.exp2().to(q.dtype),
+        to_end=(G[..., -1:, :] - G).exp2_().to(q.dtype),
+        decay=difference.masked_fill_(above, -torch.inf).exp2_(),
     )
 
 

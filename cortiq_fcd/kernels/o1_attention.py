@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from cortiq_fcd.kernels import causal_attention
+from cortiq_fcd.kernels.exponential import exp_shifted_
 from cortiq_fcd.kernels.o1_far_field import Far, Keys, far_field_bwd, far_field_fwd
 from cortiq_fcd.kernels.segment_means import segment_means_bwd, segment_means_fwd
 from cortiq_fcd.kernels.widen import widened
@@ -119,7 +120,7 @@ def o1_attention_fwd(q: Tensor, k: Tensor, v: Tensor, M: Tensor, geometry: Geome
     top = torch.where(keep, torch.maximum(near_top, far_top.to(near_top.dtype)), near_top)
     far_scale = torch.where(keep, (far_top - top).exp(), 0.0)
     far.scale_(far_scale)
-    weights = logits.sub_(top).exp_()
+    weights = exp_shifted_(logits, top)
     weights[..., sink : sink + c] += ramp_weights.mul_(far_scale).to(weights.dtype)
 
     den = weights.sum(-1, keepdim=True) + (far.base_w * far.Z.unsqueeze(-2)).sum(-1, keepdim=True)

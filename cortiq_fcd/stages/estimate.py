@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cortiq_fcd.errors import ResourceError
-from cortiq_fcd.kernels.ce_kl import CHUNK_BYTES, nll_sum
+from cortiq_fcd.kernels.ce_kl import CHUNK_BYTES, COPIES, nll_sum
 from cortiq_fcd.model.adamw import adamw_step, gradient_norm, new_moments
 from cortiq_fcd.model.conversion import Conversion
 from cortiq_fcd.model.decode import Decoder
@@ -100,7 +100,7 @@ def memory(sizes: Sizes, device: torch.device) -> Memory:
         moments=2 * weights,
         best=weights,
         activations=activations,
-        logits=min(CHUNK_BYTES, train.batch * train.seq * sizes.plan.vocab_size * WORD_BYTES * 4),
+        logits=min(CHUNK_BYTES, train.batch * train.seq * sizes.plan.vocab_size * WORD_BYTES * COPIES),
         checkpoint_copy=copy,
         evaluation=evaluation,
         peak=process + frozen + teacher + max(training, judging),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cortiq_fcd.kernels.ce_kl import chunk_rows, kl_rows, nll_sum
+from cortiq_fcd.kernels.ce_kl import COPIES, chunk_rows, kl_rows, nll_sum
 from cortiq_fcd.model.decode import served_hidden
 from cortiq_fcd.model.perplexity import perplexity_at, window_perplexity
 from cortiq_fcd.model.replica import Replica, hidden_states
@@ -69,7 +69,7 @@ def _served(config: TrainConfig, replica: Replica, where: Windows, *, student: b
     rows = served_hidden(replica, ids, seal, student=True, served=True).flatten(0, 1) if student else teacher_rows
     nll = nll_sum(rows, measured.head, targets[:, seal:].reshape(-1), softcap=measured.plan.logit_softcap)
     if student:
-        size = chunk_rows(head.shape[0], head.element_size(), 4)
+        size = chunk_rows(head.shape[0], head.element_size(), COPIES)
         for a, b in zip(torch.split(rows, size), torch.split(teacher_rows, size), strict=True):
             of_rows = kl_rows(
                 a,

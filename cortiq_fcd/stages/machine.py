@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from importlib.metadata import version
@@ -16,14 +17,30 @@ from cortiq_fcd.stages.report import MemoryInfo, ToolInfo
 
 MOST_THREADS = 1024  # and more only where there are more CPUs: each costs memory, and OpenMP aborts when it has no more
 
+# Of glibc's malloc.h. Tensors up to KEPT_BYTES are cut from memory that the process keeps when they are freed.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+KEPT_BYTES = 256 << 20
+
+
+def keep_freed_memory() -> None:
+    """Let freed memory serve the next tensor instead of the system, which zeroes every page anew that it hands out.
+
+    Up to a tenth of a training step went into that. Does nothing where malloc is not glibc's.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, -1)  # never
+
 
 def choose_device(config: ComputeConfig) -> torch.device:
-    """The device to run on, with thread count and precision set. Raises ConfigError for what is not there."""
+    """The device to run on, with threads, memory and precision set. Raises ConfigError for what is not there."""
     if config.threads is not None and config.threads > max(MOST_THREADS, _usable_cpus()):
         raise ConfigError(
             f"--threads {config.threads}: this machine has {_usable_cpus()} CPUs", hint=f"at most {MOST_THREADS}"
         )
     torch.set_num_threads(config.threads or _usable_cpus())
+    keep_freed_memory()
     wanted = config.device
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cortiq_fcd.kernels.ce_kl import CHUNK_BYTES, ce_kl, chunk_rows, kl_rows, nll_sum
+from cortiq_fcd.kernels import ce_kl as kernel
+from cortiq_fcd.kernels.ce_kl import CHUNK_BYTES, COPIES, ce_kl, chunk_rows, kl_rows, nll_sum
 from tests.oracles import loss as oracle
 from tests.oracles.compare import (
     Unchanged,
@@ -35,8 +36,8 @@ def case(N: int, C: int, V: int, *, size: float = 1.0, seed: int = 0) -> tuple[T
 
 def rows_budget(rows: int, V: int, element_bytes: int) -> int:
     """A budget that makes chunks of this many rows."""
-    budget = rows * V * element_bytes * 4
-    assert chunk_rows(V, element_bytes, 4, budget) == rows
+    budget = rows * V * element_bytes * COPIES
+    assert chunk_rows(V, element_bytes, COPIES, budget) == rows
     return budget
 
 
@@ -107,7 +108,7 @@ def test_chunk_size_changes_nothing(rows: int, dtype: torch.dtype) -> None:
     assert parts.kl == pytest.approx(whole.kl, rel=4 * eps)
     assert_close("dhidden", parts.dhidden, whole.dhidden, 8 * eps)
     nll = nll_sum(student, head, targets)
-    assert nll_sum(student, head, targets, budget_bytes=2 * rows * 101 * element) == pytest.approx(nll, rel=4 * eps)
+    assert nll_sum(student, head, targets, budget_bytes=rows * 101 * element) == pytest.approx(nll, rel=4 * eps)
 
 
 def test_loss_does_not_drift_with_the_number_of_chunks() -> None:
@@ -244,19 +245,42 @@ def test_chunk_rows_honours_the_budget() -> None:
     assert chunk_rows(250_000, 8, 4, budget_bytes=1) == 1
 
 
+@pytest.mark.parametrize("rows", [1, 2, 12, 13])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_part_size_changes_nothing(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 7 and 6 rows, visited 1, 2 or all rows at a time."""
+    student, teacher, head, targets, _ = case(13, 16, 101)
+    student, teacher, head = (x.to(dtype) for x in (student, teacher, head))
+    whole = [ce_kl(student, teacher, head, targets, 0.7, softcap=cap) for cap in (None, 5.0)]
+    kl, nll = kl_rows(student, teacher, head), nll_sum(student, head, targets)
+    monkeypatch.setattr(kernel, "PART_BYTES", rows * 101 * 4)
+    budget = rows_budget(7, 101, student.element_size())
+    eps = torch.finfo(dtype).eps
+    for want, cap in zip(whole, (None, 5.0), strict=True):
+        parts = ce_kl(student, teacher, head, targets, 0.7, softcap=cap, budget_bytes=budget)
+        assert parts.ce == pytest.approx(want.ce, rel=4 * EPS32)
+        assert parts.kl == pytest.approx(want.kl, rel=4 * EPS32)
+        assert_close("dhidden", parts.dhidden, want.dhidden, 8 * eps)
+    assert_close("kl_rows", kl_rows(student, teacher, head), kl, 8 * EPS32)
+    assert nll_sum(student, head, targets) == pytest.approx(nll, rel=4 * EPS32)
+
+
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("rows", [4, 32])
 @pytest.mark.parametrize("own_teacher_head", [False, True])
-def test_peak_memory_is_the_budget(rows: int, own_teacher_head: bool, softcap: float | None) -> None:
-    """Tensors alive at once, beyond the inputs: the chunk's logits and temporaries, and dhidden."""
+def test_peak_memory_is_the_budget(
+    rows: int, own_teacher_head: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors alive at once, beyond the inputs: the chunk's logits, temporaries of one part of it, and dhidden."""
     N, C, V = 64, 8, 4001
+    monkeypatch.setattr(kernel, "PART_BYTES", 2 * V * 4)
     student, teacher, head, targets, other = (x.float() if x.is_floating_point() else x for x in case(N, C, V))
     budget = rows_budget(rows, V, 4)
     caps = {"softcap": softcap, "teacher_softcap": softcap, "teacher_head": other if own_teacher_head else None}
     with PeakMemory() as memory:
         ce_kl(student, teacher, head, targets, 0.7, budget_bytes=budget, **caps)
-    small = 8 * N * (C + 8) * 4
-    assert rows * V * 4 * 2 < memory.peak_bytes <= budget + small
+    small = 8 * N * (C + 8) * 4 + 4 * kernel.PART_BYTES
+    assert budget < memory.peak_bytes <= budget + small
     with PeakMemory() as memory:
         nll_sum(student, head, targets, budget_bytes=budget, softcap=softcap)
     assert memory.peak_bytes <= budget + small
