@@ -38,6 +38,7 @@ from cortiq_fcd.model.replica import Replica
 from cortiq_fcd.model.windows import SplitMix64, training_offsets, windows
 from cortiq_fcd.stages import dequantize, replica
 from cortiq_fcd.stages.config import TrainConfig
+from cortiq_fcd.stages.machine import keep_freed_memory
 from cortiq_fcd.stages.polish import train_step
 
 
@@ -109,6 +110,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures there")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    keep_freed_memory()  # as every command does
     set_precision(args.precision)
     if args.model is None:
         with as_file(files("cortiq_fcd") / "data" / "demo.cmf") as built_in:
