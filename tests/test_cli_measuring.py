@@ -41,7 +41,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def flags(model: Path) -> list[object]:
-    return ["--text", model.parent / "val.txt", "--seq", 40, "--threads", 1]
+    return ["--text", model.parent / "val.txt", "--seq", 40, "--threads", 1, "--precision", "f32"]
 
 
 def test_eval_for_people(run: Run, model: Path) -> None:

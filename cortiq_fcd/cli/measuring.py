@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from cortiq_fcd.stages.config import PolishConfig
 
 O1_FIELDS = ("o1.layers", "o1.m", "o1.w", "o1.sink")
-COMMON_FIELDS = (*O1_FIELDS, "corpus.max_val_bytes", "train.batch", "train.seq", "compute.device", "compute.threads")
+COMPUTE_FIELDS = ("compute.device", "compute.precision", "compute.threads")
+COMMON_FIELDS = (*O1_FIELDS, "corpus.max_val_bytes", "train.batch", "train.seq", *COMPUTE_FIELDS)
 EVAL_FIELDS = (*COMMON_FIELDS, "o1.prefill")
 GATE_FIELDS = (*COMMON_FIELDS, "gate.profile", "gate.threshold", "gate.slack")
 MOST_WINDOWS = 2**20

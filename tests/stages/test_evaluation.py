@@ -30,7 +30,7 @@ VAL = np.random.default_rng(4).integers(0, MODEL.V, 900)
 def config(**changes: Any) -> PolishConfig:
     sections: dict[str, dict[str, Any]] = {
         "train": {"batch": 2, "seq": 40},
-        "compute": {"threads": 1, "device": "cpu"},
+        "compute": {"threads": 1, "device": "cpu", "precision": "f32"},
         "o1": {},
     }
     for key, value in changes.items():
@@ -73,7 +73,7 @@ def test_the_numbers_are_the_oracles(tmp_path: Path, ids: Path) -> None:
 def test_it_agrees_with_the_report_of_a_polish(tmp_path: Path) -> None:
     """Of the written file: its own setting, the same text, the same windows."""
     folder = furnished(tmp_path)
-    asked = settings(folder)
+    asked = settings(folder, compute_precision="f32")
     report = pipeline.run(folder / "in.cmf", folder / "out.cmf", asked)
     found = evaluation.run(folder / "out.cmf", config(train_batch=2), folder / "val.txt", None)
     assert found.served is not None

@@ -24,7 +24,7 @@ O1 = {"layers": "all", "m": 4, "w": 5, "sink": 2}
 def config(**changes: Any) -> PolishConfig:
     sections: dict[str, dict[str, Any]] = {
         "train": {"batch": 2, "seq": 40},
-        "compute": {"threads": 1},
+        "compute": {"threads": 1, "precision": "f32"},
         "gate": {},
         "o1": {},
     }
@@ -37,7 +37,9 @@ def config(**changes: Any) -> PolishConfig:
 @pytest.fixture(scope="module")
 def polished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
     folder = furnished(tmp_path_factory.mktemp("gated"))
-    report = pipeline.run(folder / "in.cmf", folder / "out.cmf", settings(folder, gate_every_checkpoint=True))
+    report = pipeline.run(
+        folder / "in.cmf", folder / "out.cmf", settings(folder, gate_every_checkpoint=True, compute_precision="f32")
+    )
     assert report.outcome == "polished"
     return folder, report
 
