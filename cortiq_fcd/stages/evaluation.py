@@ -18,7 +18,7 @@ from cortiq_fcd.errors import ConfigError, CorpusError
 from cortiq_fcd.events import Listener, ignore
 from cortiq_fcd.io.corpus import Text, load_text
 from cortiq_fcd.io.reader import open_model
-from cortiq_fcd.kernels.ce_kl import chunk_rows, kl_rows, nll_sum
+from cortiq_fcd.kernels.ce_kl import COPIES, chunk_rows, kl_rows, nll_sum
 from cortiq_fcd.model.decode import Decoder
 from cortiq_fcd.model.replica import Replica
 from cortiq_fcd.model.windows import FINAL_ROUNDS, validation_offsets, windows
@@ -135,7 +135,7 @@ def _decoded(network: Replica, ids: Tensor, targets: Tensor, sums: _Sums, *, ser
 def _kl(network: Replica, served: Tensor, exact: Tensor) -> float:
     """Sum of KL(exact || served) over rows, nats."""
     head, cap = network.weights.head, network.weights.plan.logit_softcap
-    size = chunk_rows(head.shape[0], head.element_size(), 4)
+    size = chunk_rows(head.shape[0], head.element_size(), COPIES)
     pairs = zip(torch.split(served, size), torch.split(exact, size), strict=True)
     return sum(kl_rows(a, b, head, softcap=cap, teacher_softcap=cap).sum(dtype=torch.float64).item() for a, b in pairs)
 
