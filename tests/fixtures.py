@@ -233,3 +233,9 @@ def golden_json(name: str) -> dict[str, Any]:
     """A JSON file of the reference data."""
     record: dict[str, Any] = json.loads((GOLDEN / name).read_text("utf-8"))
     return record
+
+
+def exact_replica(plan: ModelPlan, load: Callable[[str], Tensor]) -> Replica:
+    """A model that runs exact attention alone, from its tensors by name."""
+    weights = load_weights(plan, load, torch.device("cpu"))
+    return new_replica(weights, Conversion((0,), (0,), 4, 1, 0, 1, polish_only=True))

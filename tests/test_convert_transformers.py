@@ -26,10 +26,9 @@ from cortiq_fcd.io.hf.writing import write_export
 from cortiq_fcd.io.layout import DType
 from cortiq_fcd.io.reader import open_model
 from cortiq_fcd.io.tokenizer import load_tokenizer
-from cortiq_fcd.model.conversion import Conversion
 from cortiq_fcd.model.plan import plan_model
-from cortiq_fcd.model.replica import hidden_states, new_replica
-from cortiq_fcd.model.weights import load_weights
+from cortiq_fcd.model.replica import hidden_states
+from tests.fixtures import exact_replica
 from tests.io.small_hf_model import llama_arrays, write_directory
 from tests.oracles import cmf_reader
 from tests.tiny_model import write_ids
@@ -169,10 +168,8 @@ def their_logits(model: torch.nn.Module, ids: Tensor) -> Tensor:
 
 def our_logits(path: Path, ids: Tensor) -> Tensor:
     with open_model(path) as model:
-        plan = plan_model(model)
-        weights = load_weights(plan, lambda name: torch.from_numpy(model.decode(name)), torch.device("cpu"))
-    replica = new_replica(weights, Conversion((0,), (0,), 4, 1, 0, 1, polish_only=True))
-    return (hidden_states(replica, ids, student=False) @ weights.head.T).unflatten(0, ids.shape)
+        replica = exact_replica(plan_model(model), lambda name: torch.from_numpy(model.decode(name)))
+    return (hidden_states(replica, ids, student=False) @ replica.weights.head.T).unflatten(0, ids.shape)
 
 
 @pytest.mark.parametrize("name", CASES)

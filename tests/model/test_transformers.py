@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from cortiq_fcd.kernels.ce_kl import nll_sum
-from cortiq_fcd.model.conversion import Conversion
 from cortiq_fcd.model.plan import ModelPlan, plan_model
-from cortiq_fcd.model.replica import hidden_states, new_replica
-from cortiq_fcd.model.weights import load_weights
-from tests.fixtures import Shape, Source
+from cortiq_fcd.model.replica import hidden_states
+from tests.fixtures import Shape, Source, exact_replica
 from tests.model.test_fields import FIELDS
 from tests.model.test_refusals import FREE
 
@@ -425,13 +423,12 @@ def plan_of(arch: Arch, tensors: Tensors) -> ModelPlan:
 def ours(both: Both, arch: Arch, tensors: Tensors) -> tuple[Tensor, float]:
     """Logits [B, T, V] and mean NLL."""
     plan = plan_of(arch, tensors)
-    weights = load_weights(plan, tensors.__getitem__, torch.device("cpu"))
-    replica = new_replica(weights, Conversion((0,), (0,), 4, 1, 0, 1, polish_only=True))
+    replica = exact_replica(plan, tensors.__getitem__)
     rows = hidden_states(replica, both.ids, student=False)
-    logits = rows @ weights.head.T
+    logits = rows @ replica.weights.head.T
     if plan.logit_softcap is not None:
         logits = plan.logit_softcap * torch.tanh(logits / plan.logit_softcap)
-    nll = nll_sum(rows, weights.head, both.targets.flatten(), softcap=plan.logit_softcap)
+    nll = nll_sum(rows, replica.weights.head, both.targets.flatten(), softcap=plan.logit_softcap)
     return logits.unflatten(0, both.ids.shape), nll / both.targets.numel()
 
 
