@@ -31,7 +31,7 @@ from cortiq_fcd.kernels.unit_lower_inverse import unit_lower_inverse
 from cortiq_fcd.kernels.widen import widened
 
 # Positions a chunk: the c x c systems cost T c, the states T / c.
-CHUNK = 32
+CHUNK = 64
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cortiq_fcd.kernels import swiglu as kernel
 from cortiq_fcd.kernels.swiglu import swiglu_bwd, swiglu_fwd
 from tests.oracles import swiglu as oracle
 from tests.oracles.compare import Unchanged, assert_close, assert_differences, assert_no_worse_than, autograd
@@ -35,6 +36,16 @@ def test_oracle_and_finite_differences(size: tuple[int, int], fused: bool) -> No
     unchanged.check()
     if gate.numel() < 1000:
         assert_differences("swiglu", lambda g, u: swiglu_fwd(g, u)[0], (gate, up), (grads.dgate, grads.dup), dy)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 12, 13, 14])
+def test_blocks_change_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, up, dy = case(13, 5)
+    y, saved = swiglu_fwd(gate, up)
+    want = swiglu_bwd(dy, saved).dgate_up
+    monkeypatch.setattr(kernel, "BLOCK", rows * 5 + 4)
+    assert_close("y", swiglu_fwd(gate, up)[0], y, 1e-15)
+    assert_close("dgate_up", swiglu_bwd(dy, saved).dgate_up, want, 1e-15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
