@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+
+from torch import Tensor
 
 from cortiq_fcd.kernels.ce_kl import nll_sum
 from cortiq_fcd.model.replica import Replica, hidden_states
@@ -16,13 +19,26 @@ def window_perplexity(replica: Replica, ids: Ids, seq: int, batch: int, rounds: 
     return perplexity_at(replica, ids, validation_offsets(len(ids), seq, rounds * batch), seq, batch, student=student)
 
 
-def perplexity_at(replica: Replica, ids: Ids, offsets: list[int], seq: int, batch: int, *, student: bool) -> float:
-    """Perplexity over the windows of `seq` tokens at `offsets`, `batch` at a time."""
+def perplexity_at(
+    replica: Replica,
+    ids: Ids,
+    offsets: list[int],
+    seq: int,
+    batch: int,
+    *,
+    student: bool,
+    keep: Callable[[Tensor], object] | None = None,
+) -> float:
+    """Perplexity over the windows of `seq` tokens at `offsets`, `batch` at a time. `keep` is shown what the head
+    multiplies, [B * seq, C], batch by batch.
+    """
     weights = replica.weights if student else replica.teacher
     total = 0.0
     for start in range(0, len(offsets), batch):
         inputs, targets = windows(ids, offsets[start : start + batch], seq, replica.weights.embed.device)
         hidden = hidden_states(replica, inputs, student=student, seal=replica.conversion.seal if student else None)
+        if keep is not None:
+            keep(hidden)
         total += nll_sum(hidden, weights.head, targets.reshape(-1), softcap=weights.plan.logit_softcap)
     mean = total / (len(offsets) * seq)
     # exp overflows past 709 nats, which only a broken model reaches.

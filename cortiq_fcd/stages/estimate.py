@@ -147,14 +147,15 @@ def duration(sizes: Sizes, device: torch.device) -> Time:
     )
     windows = FINAL_ROUNDS * train.batch
     served = _decode_seconds(sizes, device, windows, c.seal, train.seq - c.seal) if c.seal < train.seq else 0.0
-    # The teacher's rows, the six rounds, and windows that nothing touched; see `evaluate`.
-    figures = served + (FINAL_ROUNDS + FINAL_ROUNDS + QUICK_ROUNDS) * window_batch
-    before = 2 * gate + 2 * figures
+    # The six rounds, and windows that nothing touched; see `evaluate`. After training the teacher's rows once more.
+    teacher = (FINAL_ROUNDS + QUICK_ROUNDS) * window_batch
+    before = 2 * gate + teacher + teacher + served
+    after = teacher + served + FINAL_ROUNDS * window_batch
     validation = QUICK_ROUNDS * window_batch
     evaluations = 1 + (train.steps // train.eval_every if train.eval_every else 0)
     evaluations += not train.eval_every or train.steps % train.eval_every != 0
-    total = before + train.steps * step + evaluations * (validation + gate) + figures
-    return Time(step, validation, gate, before, figures, total)
+    total = before + train.steps * step + evaluations * (validation + gate) + after
+    return Time(step, validation, gate, before, after, total)
 
 
 def _validate(train: TrainConfig, replica: Replica) -> None:

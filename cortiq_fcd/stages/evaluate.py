@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from cortiq_fcd.kernels.ce_kl import COPIES, chunk_rows, kl_rows, nll_sum
 from cortiq_fcd.model.decode import served_hidden
@@ -43,17 +44,53 @@ def select_windows(config: TrainConfig, val: Ids, gate_offsets: tuple[int, ...],
     return Windows(val, tuple(final), tuple(free[::step][:wanted]))
 
 
-def run(config: TrainConfig, replica: Replica, where: Windows, *, student: bool) -> Figures:
+@dataclass
+class TeacherRows:
+    """What the teacher's head multiplies at the served positions of the final windows, [N, C]; null: not known yet.
+
+    Whoever measures the teacher and then a student hands both the same one: the teacher runs once.
+    """
+
+    rows: Tensor | None = None
+
+
+def run(
+    config: TrainConfig, replica: Replica, where: Windows, *, student: bool, teacher: TeacherRows | None = None
+) -> Figures:
     """Figures of the present masters, or (student false) of the teacher."""
-    final = window_perplexity(replica, where.val, config.seq, config.batch, FINAL_ROUNDS, student=student)
-    served, kl = _served(config, replica, where, student=student)
+    teacher = teacher or TeacherRows()
+    if student:
+        final = window_perplexity(replica, where.val, config.seq, config.batch, FINAL_ROUNDS, student=True)
+    else:
+        final, teacher.rows = _teacher_pass(config, replica, where)
+    served, kl = _served(config, replica, where, teacher, student=student)
     untouched = None
     if where.untouched:
         untouched = perplexity_at(replica, where.val, list(where.untouched), config.seq, config.batch, student=student)
     return Figures(final, served, kl, untouched)
 
 
-def _served(config: TrainConfig, replica: Replica, where: Windows, *, student: bool) -> tuple[float, float]:
+def _teacher_pass(config: TrainConfig, replica: Replica, where: Windows) -> tuple[float, Tensor]:
+    """The teacher's perplexity over the final windows, and its rows at their served positions."""
+    kept: list[Tensor] = []
+
+    def keep(hidden: Tensor) -> None:
+        kept.append(_after_seal(hidden, config, replica))
+
+    offsets = list(where.final)
+    final = perplexity_at(replica, where.val, offsets, config.seq, config.batch, student=False, keep=keep)
+    return final, torch.cat(kept)
+
+
+def _after_seal(hidden: Tensor, config: TrainConfig, replica: Replica) -> Tensor:
+    """Rows [B * seq, C] at the positions from the seal on."""
+    windows_of_rows = hidden.view(-1, config.seq, hidden.shape[1])
+    return windows_of_rows[:, replica.conversion.seal :].flatten(0, 1)
+
+
+def _served(
+    config: TrainConfig, replica: Replica, where: Windows, known: TeacherRows, *, student: bool
+) -> tuple[float, float]:
     """Perplexity and mean KL to the teacher at the positions from the seal on."""
     seal, own, teacher = replica.conversion.seal, replica.weights, replica.teacher
     head, measured = own.head, own if student else teacher
@@ -63,9 +100,11 @@ def _served(config: TrainConfig, replica: Replica, where: Windows, *, student: b
     count = ids.shape[0] * (config.seq - seal)
     if count == 0:
         return math.nan, math.nan
-    teacher_rows = torch.cat(
-        [hidden_states(replica, part, student=False).view(*part.shape, -1) for part in torch.split(ids, config.batch)]
-    )[:, seal:].flatten(0, 1)
+    teacher_rows = known.rows
+    if teacher_rows is None:
+        batches = torch.split(ids, config.batch)
+        hidden = [_after_seal(hidden_states(replica, part, student=False), config, replica) for part in batches]
+        teacher_rows = torch.cat(hidden)
     rows = served_hidden(replica, ids, seal, student=True, served=True).flatten(0, 1) if student else teacher_rows
     nll = nll_sum(rows, measured.head, targets[:, seal:].reshape(-1), softcap=measured.plan.logit_softcap)
     if student:

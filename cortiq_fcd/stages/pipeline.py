@@ -193,8 +193,9 @@ def _measure_before(job: Job, network: Replica, config: PolishConfig, progress: 
     with progress.stage("gate", job.prompts.skipped and f"skipped: {job.prompts.skipped}"):
         judged = gate.run(config.gate, job.prompts, network)
     with progress.stage("evaluate", "before training"):
-        teacher = evaluate.run(config.train, network, job.windows, student=False)
-        start = evaluate.run(config.train, network, job.windows, student=True)
+        rows = evaluate.TeacherRows()
+        teacher = evaluate.run(config.train, network, job.windows, student=False, teacher=rows)
+        start = evaluate.run(config.train, network, job.windows, student=True, teacher=rows)
     return Before(judged.start if judged else None, judged.exact if judged else None, teacher, start)
 
 

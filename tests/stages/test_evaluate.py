@@ -103,3 +103,18 @@ def test_a_text_without_a_free_window() -> None:
     where = evaluate.select_windows(CONFIG, VAL[:100], (), 400)
     assert where.untouched == ()
     assert evaluate.run(CONFIG, replica, where, student=True).untouched is None
+
+
+def test_a_teacher_that_was_measured_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the student's figures are the same, bit for bit."""
+    replica = moved(SETTING)
+    where = evaluate.select_windows(CONFIG, VAL, (100, 900), 400)
+    alone = evaluate.run(CONFIG, replica, where, student=True)
+    rows = evaluate.TeacherRows()
+    evaluate.run(CONFIG, replica, where, student=False, teacher=rows)
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("the teacher ran again")
+
+    monkeypatch.setattr(evaluate, "hidden_states", fail)
+    assert evaluate.run(CONFIG, replica, where, student=True, teacher=rows) == alone
