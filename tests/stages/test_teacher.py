@@ -36,7 +36,7 @@ def config(folder: Path, teacher: Path | None, **train: Any) -> PolishConfig:
             "corpus": {"train": folder / "train.txt", "val": folder / "val.txt"},
             "train": train,
             "gate": {"enabled": False},
-            "compute": {"threads": 1, "device": "cpu"},
+            "compute": {"threads": 1, "device": "cpu", "precision": "f32"},
         }
     )
 
