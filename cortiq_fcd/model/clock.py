@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 Phase = Literal[
-    "sampling", "shared", "teacher", "student", "head", "recompute", "backward", "optimizer", "validation", "checkpoint"
+    "sampling", "shared", "teacher", "student", "head", "recompute", "backprop", "optimizer", "validation", "checkpoint"
 ]
 
 

@@ -201,7 +201,7 @@ def loss_and_gradient(replica: Replica, ids: Tensor, targets: Tensor, kl_weight:
             softcap=student.plan.logit_softcap,
             teacher_softcap=teacher.plan.logit_softcap,
         )
-    with clock("backward"):
+    with clock("backprop"):
         dx = rmsnorm.rmsnorm_bwd(loss.dhidden * multiplier, norm_saved).dx
         _backward(dx, replica, student, order[shared:], ids.shape[1], saved)
     return loss

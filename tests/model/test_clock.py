@@ -13,11 +13,11 @@ def test_a_phase_inside_another_counts_for_itself_alone(monkeypatch: pytest.Monk
     times = iter([0.0, 1.0, 3.0, 3.5, 10.0, 11.0, 15.0])
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(times))
     clock = Clock()
-    with clock("backward"), clock("recompute"):  # 0 .. 3.5 and in it 1 .. 3
+    with clock("backprop"), clock("recompute"):  # 0 .. 3.5 and in it 1 .. 3
         pass
     with pytest.raises(KeyError), clock("head"):  # 10 .. 11
         raise KeyError
-    assert clock.seconds == {"recompute": 2.0, "backward": 1.5, "head": 1.0}
+    assert clock.seconds == {"recompute": 2.0, "backprop": 1.5, "head": 1.0}
 
 
 def test_phases_follow_their_stage_the_longest_first() -> None:
@@ -25,7 +25,7 @@ def test_phases_follow_their_stage_the_longest_first() -> None:
     lines = [line.split() for line in phase_table(timing).splitlines()]
     assert lines == [
         ["polish", "12.0", "s", "75.0%"],
-        ["backward", "8.0", "s", "50.0%"],
+        ["backprop", "8.0", "s", "50.0%"],
         ["head", "3.0", "s", "18.8%"],
         ["gate", "4.0", "s", "25.0%"],
     ]

@@ -196,7 +196,7 @@ def test_the_report(done: Done) -> None:
     assert len(report.gate.baseline) == 3
     assert set(report.timing) >= {"dequantize", "replica", "gate", "polish", "evaluate"}
     assert min(report.timing.values()) >= 0
-    phases = {"sampling", "shared", "teacher", "student", "head", "backward", "optimizer", "validation", "checkpoint"}
+    phases = {"sampling", "shared", "teacher", "student", "head", "backprop", "optimizer", "validation", "checkpoint"}
     assert {f"polish.{phase}" for phase in phases} <= set(report.timing)
     assert report.memory.peak_rss_bytes > 1 << 20
 
