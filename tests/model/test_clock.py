@@ -21,7 +21,7 @@ def test_a_phase_inside_another_counts_for_itself_alone(monkeypatch: pytest.Monk
 
 
 def test_phases_follow_their_stage_the_longest_first() -> None:
-    timing = {"polish": 12.0, "gate": 4.0, "polish.head": 3.0, "polish.backward": 8.0}
+    timing = {"polish": 12.0, "gate": 4.0, "polish.head": 3.0, "polish.backprop": 8.0}
     lines = [line.split() for line in phase_table(timing).splitlines()]
     assert lines == [
         ["polish", "12.0", "s", "75.0%"],
