@@ -121,7 +121,8 @@ class LiveDisplay:
         text = f"step {event.step}/{event.steps}"
         text += f"  {speed:,.0f} tokens/s" if speed is not None else ""
         text += f"  {figures.duration(left_s)} left" if left_s is not None and event.step < event.steps else ""
-        row.add_row("", ProgressBar(total=event.steps, completed=event.step), self._line(text))
+        bar = ProgressBar(total=event.steps, completed=event.step, complete_style="cyan", finished_style="green")
+        row.add_row("", bar, self._line(text))
         return row
 
     def _numbers(self, step: StepEvent) -> Iterable[RenderableType]:

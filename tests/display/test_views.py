@@ -12,6 +12,8 @@ from rich.console import Console
 
 from cortiq_fcd.display import figures
 from cortiq_fcd.display.curve import line_chart, sparkline, squeeze
+from cortiq_fcd.display.page import report_page
+from cortiq_fcd.display.report_rows import time_rows
 from cortiq_fcd.display.report_view import show_record, show_report
 from cortiq_fcd.stages.report import KlInfo, PplInfo
 from tests.reports import IDENTITY, REJECTED_GATE, SKIPPED_GATE, sample_report
@@ -111,6 +113,15 @@ def test_sparkline_and_chart() -> None:
     assert sparkline([float("nan"), 1.0, float("inf"), 2.0], 8) == "▁█"
     assert squeeze([1, 2, 3, 4, 5], 2) == [1.5, 4.0]
     assert squeeze([1.0], 0) == []
+
+
+def test_phases_stand_below_their_stage_and_are_not_counted_twice() -> None:
+    timing = {"gate": 10.0, "polish": 30.0, "polish.backward": 20.0, "polish.forward": 8.0, "polish.update": 2.0}
+    rows = [(row.name, row.depth, row.share) for row in time_rows(timing)]
+    phases = [("backward", 1, 0.5), ("forward", 1, 0.2), ("update", 1, 0.05)]
+    assert rows == [("gate", 0, 0.25), ("polish", 0, 0.75), *phases]
+    assert "of 60, 40.0 s" in report_page(sample_report(timing=timing))
+    assert "  backward" in shown(80, timing=timing)
 
 
 @pytest.mark.parametrize("columns", [30, 76, 200])
