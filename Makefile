@@ -4,7 +4,7 @@ VENV ?= .venv
 DEMO ?= demo
 MODEL ?=
 
-.PHONY: demo test lint bench schemas
+.PHONY: demo test lint bench schemas screenshots
 
 demo: $(VENV)/installed
 	$(VENV)/bin/cortiq-fcd demo $(DEMO)
@@ -23,6 +23,9 @@ bench: $(VENV)/installed
 
 schemas: $(VENV)/installed
 	$(VENV)/bin/python tools/make_schemas.py
+
+screenshots: $(VENV)/installed
+	$(VENV)/bin/python tools/make_screenshots.py docs/images
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -58,7 +58,8 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in ("small language model", "Perplexity (lower is better)", "served positions", "How to read this."):
         assert words in " ".join(shown.split())
     assert " ".join(tour.VERDICTS[tour.verdict_of(report)].split())[:40] in " ".join(shown.split())
-    assert f"cortiq-fcd report {folder}/polished.cmf" in shown
+    assert f"cortiq-fcd report {folder}/polished.cmf\n" in shown
+    assert shown.rstrip().endswith(f"cortiq-fcd report {folder}/polished.cmf --html {folder}/report.html")
     assert "\x1b" not in shown
     assert demo(folder) == 0, "a second run replaces its own output"
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
+import pytest
 import typer
 
 from cortiq_fcd import errors
@@ -12,6 +14,7 @@ from cortiq_fcd.cli.commands import app
 from tests import command_options
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -37,12 +40,40 @@ def test_the_exit_codes_are_the_programs() -> None:
     assert codes == {kind.exit_code for kind in kinds} | {0, 1, 130, 143}
 
 
-def test_every_flag_that_is_mentioned_exists() -> None:
-    known = command_options.flags()
-    assert set(re.findall(r"--[a-z][a-z0-9-]*", README)) <= known | {"--help"}
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_flag_that_is_mentioned_exists(page: Path) -> None:
+    known = command_options.flags() | {"--help"}
+    text = "\n".join(line for line in page.read_text("utf-8").splitlines() if not line.startswith("Not done yet"))
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= known
+
+
+def test_every_link_leads_somewhere() -> None:
+    for path in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
+            assert (path.parent / target).exists(), f"{path.name}: {target}"
 
 
 def test_every_make_target_exists() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"^make (\w+)", README, re.MULTILINE):
         assert f"\n{target}:" in makefile
+
+
+def test_the_library_example_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it stands, but for a run of one small step."""
+    code = README.split("## As a library")[1].split("```python")[1].split("```")[0]
+    for old, new in (
+        ('"steps": 40', '"steps": 1'),
+        ('"batch": 8', '"batch": 1'),
+        ('"eval_every": 20', '"eval_every": 0'),
+    ):
+        assert old in code
+        code = code.replace(old, new)
+    (tmp_path / "demo").mkdir()
+    shutil.copyfile(ROOT / "cortiq_fcd" / "data" / "demo.cmf", tmp_path / "demo" / "demo.cmf")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out.startswith(("polished", "identity"))
+    assert (tmp_path / "demo" / "library.cmf.report.json").is_file()

@@ -69,6 +69,10 @@ Look at the files:
     {command} inspect {folder}/{polished}
     {command} verify {folder}/{polished}
     {command} report {folder}/{polished}
+
+The same report as a page for a browser, with the curves and all texts side by side:
+
+    {command} report {folder}/{polished} --html {folder}/report.html
 """
 
 NewListener = Callable[[], Guarded]
