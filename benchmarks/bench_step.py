@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.autograd_peer import Peer
 from cortiq_fcd.io.reader import open_model
 from cortiq_fcd.kernels.products import mm, set_precision
-from cortiq_fcd.model.adamw import new_moments
 from cortiq_fcd.model.conversion import resolve_conversion
+from cortiq_fcd.model.optimizer import Optimizer
 from cortiq_fcd.model.plan import plan_model
 from cortiq_fcd.model.replica import Replica
 from cortiq_fcd.model.windows import SplitMix64, training_offsets, windows
@@ -128,17 +128,17 @@ def measure(network: Replica, tensors: dict[str, Tensor], args: argparse.Namespa
     config = TrainConfig(batch=args.batch, seq=args.seq)
     vocabulary = network.weights.plan.vocab_size
     train = np.random.default_rng(0).integers(0, vocabulary, 20 * args.seq)
-    generator, moments = SplitMix64(0), new_moments(network.masters.flat)
+    generator, optimizer = SplitMix64(0), Optimizer(network)
     offsets = [training_offsets(generator, len(train), args.seq, args.batch) for _ in range(args.steps + 1)]
     with ProductLog() as log:
-        train_step(config, network, moments, train, offsets[0], 1)
+        train_step(config, network, optimizer, train, offsets[0], 1)
     rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     floor, tflop = products_alone(log)
     peer = Peer(network.weights.plan, tensors, network.conversion, config.lr) if args.peer else None
     seconds: dict[str, list[float]] = {"step": [], "products": [], "autograd": []}
     for number in range(1, args.steps + 1):
         at = offsets[number]
-        seconds["step"].append(timed(partial(train_step, config, network, moments, train, at, number)))
+        seconds["step"].append(timed(partial(train_step, config, network, optimizer, train, at, number)))
         seconds["products"].append(timed(floor))
         if peer:
             ids, targets = windows(train, at, args.seq, torch.device("cpu"))

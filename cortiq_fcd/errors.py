@@ -99,6 +99,26 @@ class DivergedError(CortiqError):
     exit_code = 7
 
 
+class LostRankError(CortiqError):
+    """One of several processes ended, and with it the run. Exit 8. `saved_step`: where the run can go on; null if
+    nothing is saved.
+    """
+
+    exit_code = 8
+
+    def __init__(self, message: str, *, hint: str = "", saved_step: int | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.saved_step = saved_step
+
+
+class RankEndedError(Exception):
+    """This process ends with `exit_code`, and another one has told why."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"exit code {exit_code}")
+        self.exit_code = exit_code
+
+
 class NothingPassedError(CortiqError):
     """`--require-pass` was given and no checkpoint passed the gate: nothing was written. Exit 10."""
 

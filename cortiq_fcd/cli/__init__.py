@@ -50,7 +50,24 @@ def _lead(program: Callable[[Sequence[str]], int]) -> None:
         os._exit(128 + signal.SIGINT)
     code = program(sys.argv[1:])
     answer_signals(signal.SIG_DFL)  # while the interpreter closes
+    if "WORLD_SIZE" in os.environ:
+        _leave_others(code)
     sys.exit(code)
+
+
+def _leave_others(code: int) -> None:
+    """Exit at once, if this is one of several processes: threads that hold connections to the others would abort a
+    process that closes itself in order.
+    """
+    import contextlib
+
+    from cortiq_fcd.stages.launch import place
+
+    if place() is not None:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
 
 
 def answer_signals(answer: Callable[[int, object], object] | signal.Handlers) -> None:

@@ -81,28 +81,40 @@ def polish(
     flags: Flags,
 ) -> None:
     """Train the converted layers of IN until the served O(1) kernel behaves; write OUT and OUT.report.json."""
-    listener = listener_for(progress, quiet, verbose)
-    settings = resolve(flags, config)
-    check_source(source)
-    check_target(out)
-    protected = [config] if config else []
-    if dry_run:
-        from cortiq_fcd.cli.forecast import forecast_command
-
-        forecast_command(source, out, settings, listener, as_json=json, protected=protected)
-        return
+    from cortiq_fcd.cli.exits import as_expected, say_lost
+    from cortiq_fcd.cli.joining import joined, silent
     from cortiq_fcd.stages.interrupt import Interruption
+    from cortiq_fcd.stages.launch import place
 
-    with Interruption(listener.stopping).handling() as interruption, listener:
-        from cortiq_fcd.stages import pipeline  # takes seconds: a terminal shows before that something happens
+    here = place()
+    is_silent = here is not None and here.rank > 0
+    listener = listener_for(progress, quiet or is_silent, verbose)
+    interruption = Interruption(silent if is_silent else listener.stopping)
+    with joined(here, interruption, as_expected, say_lost) as ranks:
+        settings = resolve(flags, config)
+        if here is not None and here.restarts:  # torchrun gave a --restart again that has been followed already
+            settings = settings.model_copy(update={"output": settings.output.model_copy(update={"resume": None})})
+        check_source(source)
+        check_target(out)
+        protected = [config] if config else []
+        if dry_run:
+            from cortiq_fcd.cli.forecast import forecast_command
 
-        report = pipeline.run(source, out, settings, listener, interruption, protected=protected)
-    if verbose:
-        from cortiq_fcd.display.phases import phase_table
+            if not is_silent:
+                forecast_command(source, out, settings, listener, ranks, as_json=json, protected=protected)
+            return
+        with interruption.handling(), listener:
+            from cortiq_fcd.stages import pipeline  # takes seconds: a terminal shows before that something happens
 
-        sys.stderr.write(phase_table(report.timing))
-    if json:
-        write_json(report.to_json())
+            report = pipeline.run(source, out, settings, listener, interruption, ranks, protected=protected)
+        if is_silent:
+            return
+        if verbose:
+            from cortiq_fcd.display.phases import phase_table
+
+            sys.stderr.write(phase_table(report.timing))
+        if json:
+            write_json(report.to_json())
 
 
 @app.command()

@@ -18,8 +18,9 @@ import typer
 from cortiq_fcd.cli import MESSAGE
 from cortiq_fcd.cli.signals import Terminated
 from cortiq_fcd.cli.streams import BROKEN_PIPE, PipeClosedError, guarded
-from cortiq_fcd.errors import ConfigError, CortiqError, ResourceError
+from cortiq_fcd.errors import ConfigError, CortiqError, LostRankError, RankEndedError, ResourceError
 from cortiq_fcd.stages.interrupt import Interrupted
+from cortiq_fcd.stages.launch import place
 
 # typer's own click may be a private copy: its base classes are reached through a class that typer exports.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -45,8 +46,12 @@ def run(arguments: Sequence[str]) -> int:
         try:
             code = _run(arguments)
             sys.stdout.flush()
+        except LostRankError as error:
+            code = say_lost(error)
         except CortiqError as error:
             code = say(error)
+        except RankEndedError as ended:
+            code = ended.exit_code
         except Interrupted as stopped:
             code = _interrupted(stopped, arguments)
         except (KeyboardInterrupt, typer.Abort):
@@ -70,7 +75,7 @@ def _run(arguments: Sequence[str]) -> int:
     except _UsageError as error:
         return _usage(error, arguments)
     except (OSError, MemoryError, RuntimeError) as error:
-        expected = _as_expected(error)
+        expected = as_expected(error)
         if expected is None:
             raise
         return say(expected)
@@ -101,21 +106,42 @@ def _check_folder() -> None:
 
 def _interrupted(stopped: Interrupted, arguments: Sequence[str]) -> int:
     """Say what was kept and how to go on; the exit code."""
-    from cortiq_fcd.cli.pasting import columns_of, command_lines, program
-
-    saved = (
-        "nothing was saved yet" if stopped.saved_step is None else f"the state after step {stopped.saved_step} is saved"
-    )
-    sys.stderr.write(f"error: interrupted; {saved}\n")
+    sys.stderr.write(f"error: interrupted; {_saved(stopped.saved_step)}\n")
     if stopped.saved_step is None:
         sys.stderr.write("hint: the input file is never changed, and an output file appears only whole\n")
     else:
-        again = [argument for argument in arguments if argument not in ("--restart", "--resume")]
-        resume = ["--resume"] if arguments[0] == "polish" else []
-        columns = columns_of(2) if sys.stderr.isatty() else None
-        command = "\n".join(command_lines([program(), *again, *resume], columns, "" if columns is None else "  "))
-        sys.stderr.write(f"hint: to go on:{' ' if columns is None else chr(10)}{command}\n")
+        sys.stderr.write(f"hint: {_going_on(arguments)}\n")
     return TERMINATED if stopped.signal == signal.SIGTERM else INTERRUPTED
+
+
+def say_lost(error: LostRankError) -> int:
+    """Say that a process of the run is gone and how to go on; the exit code."""
+    here = place()
+    if here is not None and here.restarts_by_itself:
+        how = "torchrun starts the run again, and it goes on from the last checkpoint"
+    else:
+        how = _going_on(sys.argv[1:]) if error.saved_step is not None else "give the same command again"
+    code = say(LostRankError(f"{error.message}; {_saved(error.saved_step)}", hint=error.hint))
+    sys.stderr.write(f"hint: {how}\n")
+    return code
+
+
+def _saved(step: int | None) -> str:
+    return "nothing was saved yet" if step is None else f"the state after step {step} is saved"
+
+
+def _going_on(arguments: Sequence[str]) -> str:
+    """The command that does, to be pasted."""
+    from cortiq_fcd.cli.pasting import columns_of, command_lines, program
+
+    here = place()
+    again = [argument for argument in arguments if argument not in ("--restart", "--resume")]
+    resume = ["--resume"] if arguments[0] == "polish" else []
+    columns = columns_of(2) if sys.stderr.isatty() else None
+    words = [*(here.launcher if here else [program()]), *again, *resume]
+    command = "\n".join(command_lines(words, columns, "" if columns is None else "  "))
+    where = ", on every machine and with torchrun's other options as before" if here and here.is_spread else ""
+    return f"to go on{where}:{' ' if columns is None else chr(10)}{command}"
 
 
 def say(error: CortiqError) -> int:
@@ -131,6 +157,9 @@ def say(error: CortiqError) -> int:
 
 
 def _usage(error: Exception, arguments: Sequence[str]) -> int:
+    here = place()
+    if here is not None and here.rank:
+        return ConfigError.exit_code  # every rank was given the same
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     if not message:  # no command at all: the help was printed instead
         return ConfigError.exit_code
@@ -138,7 +167,7 @@ def _usage(error: Exception, arguments: Sequence[str]) -> int:
     return say(ConfigError(message.rstrip("."), hint=f"see cortiq-fcd {known + ' ' if known else ''}--help"))
 
 
-def _as_expected(error: Exception) -> CortiqError | None:
+def as_expected(error: Exception) -> CortiqError | None:
     """Errors of the machine and of paths that are the user's to solve; None for everything else."""
     if _is_out_of_memory(error):
         text = "" if isinstance(error, RuntimeError) and "CUDA" not in str(error) else str(error)

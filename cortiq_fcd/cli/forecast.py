@@ -16,6 +16,7 @@ from cortiq_fcd.stages.config import PolishConfig
 from cortiq_fcd.stages.interrupt import Interruption
 
 if TYPE_CHECKING:
+    from cortiq_fcd.model.ranks import Ranks
     from cortiq_fcd.stages.estimate import Forecast
 
 MEMORY = {
@@ -34,13 +35,20 @@ MEMORY = {
 
 
 def forecast_command(
-    source: Path, out: Path, settings: PolishConfig, listener: Guarded, *, as_json: bool, protected: Iterable[Path] = ()
+    source: Path,
+    out: Path,
+    settings: PolishConfig,
+    listener: Guarded,
+    ranks: Ranks,
+    *,
+    as_json: bool,
+    protected: Iterable[Path] = (),
 ) -> None:
     """Print the forecast. `protected`: as in `pipeline.run`. ResourceError, after it, if the run would not fit."""
     with Interruption().handling(), listener:
         from cortiq_fcd.stages import pipeline  # takes seconds
 
-        forecast = pipeline.dry_run(source, out, settings, listener, protected=protected)
+        forecast = pipeline.dry_run(source, out, settings, listener, ranks, protected=protected)
     if as_json:
         write_json(json.dumps(asdict(forecast), indent=2) + "\n")
     else:

@@ -32,7 +32,8 @@ def raised() -> Iterator[None]:
         yield
     finally:
         for number, old in before.items():
-            signal.signal(number, old)
+            if signal.getsignal(number) is handler:
+                signal.signal(number, old)
 
 
 def _raise(number: int) -> NoReturn:

@@ -8,15 +8,19 @@ from collections.abc import Callable
 from torch import Tensor
 
 from cortiq_fcd.kernels.ce_kl import nll_sum
+from cortiq_fcd.model.ranks import ALONE, Ranks, share
 from cortiq_fcd.model.replica import Replica, hidden_states
 from cortiq_fcd.model.windows import Ids, validation_offsets, windows
 
 
-def window_perplexity(replica: Replica, ids: Ids, seq: int, batch: int, rounds: int, *, student: bool) -> float:
+def window_perplexity(
+    replica: Replica, ids: Ids, seq: int, batch: int, rounds: int, ranks: Ranks = ALONE, *, student: bool
+) -> float:
     """Perplexity over `rounds` * `batch` evenly spaced windows of `seq` tokens: the student's through its O(1) kernel,
     sealed as in training, or the teacher's.
     """
-    return perplexity_at(replica, ids, validation_offsets(len(ids), seq, rounds * batch), seq, batch, student=student)
+    offsets = validation_offsets(len(ids), seq, rounds * batch)
+    return perplexity_at(replica, ids, offsets, seq, batch, ranks, student=student)
 
 
 def perplexity_at(
@@ -25,21 +29,24 @@ def perplexity_at(
     offsets: list[int],
     seq: int,
     batch: int,
+    ranks: Ranks = ALONE,
     *,
     student: bool,
     keep: Callable[[Tensor], object] | None = None,
 ) -> float:
-    """Perplexity over the windows of `seq` tokens at `offsets`, `batch` at a time. `keep` is shown what the head
-    multiplies, [B * seq, C], batch by batch.
+    """Perplexity over the windows of `seq` tokens at `offsets`, divided among the ranks, `batch` at a time on all.
+
+    `keep` is shown what the head multiplies, [B * seq, C], batch by batch of this rank's.
     """
     weights = replica.weights if student else replica.teacher
     total = 0.0
-    for start in range(0, len(offsets), batch):
-        inputs, targets = windows(ids, offsets[start : start + batch], seq, replica.weights.embed.device)
+    own, batch = list(share(ranks, offsets)), batch // ranks.world
+    for start in range(0, len(own), batch):
+        inputs, targets = windows(ids, own[start : start + batch], seq, replica.weights.embed.device)
         hidden = hidden_states(replica, inputs, student=student, seal=replica.conversion.seal if student else None)
         if keep is not None:
             keep(hidden)
         total += nll_sum(hidden, weights.head, targets.reshape(-1), softcap=weights.plan.logit_softcap)
-    mean = total / (len(offsets) * seq)
+    mean = ranks.sum([total])[0] / (len(offsets) * seq)
     # exp overflows past 709 nats, which only a broken model reaches.
     return math.exp(mean) if mean < 700 else math.inf

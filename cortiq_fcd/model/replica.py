@@ -7,7 +7,7 @@ are then one pass over memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,10 +23,18 @@ from cortiq_fcd.model.layer import LayerSaved, Trainable, embed, layer_bwd, laye
 from cortiq_fcd.model.weights import FrozenWeights
 
 
+def _nothing(layer: int) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Masters:
-    """Master copies of the trainable tensors: one flat f32 buffer, and the same numbers by layer and by tensor name."""
+    """Master copies of the trainable tensors: one flat f32 buffer, and the same numbers by layer and by tensor name.
 
+    `padded` is the buffer with zeros behind it, so that it can be cut into equal parts.
+    """
+
+    padded: Tensor
     flat: Tensor
     layers: Mapping[int, Trainable]
     named: Mapping[str, Tensor]
@@ -69,9 +77,11 @@ class Replica:
         return O1Attention(seal, landmark_count(seal, c.m), c.w, c.sink)
 
 
-def new_replica(weights: FrozenWeights, conversion: Conversion, teacher: FrozenWeights | None = None) -> Replica:
-    """A replica whose masters start as the frozen weights."""
-    masters, gradient = (_flat_views(weights, conversion.layers) for _ in range(2))
+def new_replica(
+    weights: FrozenWeights, conversion: Conversion, teacher: FrozenWeights | None = None, *, parts: int = 1
+) -> Replica:
+    """A replica whose masters start as the frozen weights; its flat buffers can be cut into `parts` equal ones."""
+    masters, gradient = (_flat_views(weights, conversion.layers, parts) for _ in range(2))
     replica = Replica(weights, teacher or weights, conversion, masters, gradient)
     reset_masters(replica)
     return replica
@@ -87,21 +97,22 @@ def reset_masters(replica: Replica) -> None:
         own.down.copy_(frozen.down)
 
 
-def _flat_views(weights: FrozenWeights, trained: tuple[int, ...]) -> Masters:
+def _flat_views(weights: FrozenWeights, trained: tuple[int, ...], parts: int) -> Masters:
     """A flat buffer with room for the trainable tensors of the given layers, in the recipe's order."""
     sizes = {i: [(layer := weights.layers[i]).input_norm, layer.post_norm, layer.gate_up, layer.down] for i in trained}
-    numbers = [t.numel() for parts in sizes.values() for t in parts]
-    flat = weights.embed.new_zeros(sum(numbers))
+    numbers = [t.numel() for tensors in sizes.values() for t in tensors]
+    padded = weights.embed.new_zeros(-(-sum(numbers) // parts) * parts)
+    flat = padded[: sum(numbers)]
     pieces = iter(torch.split(flat, numbers))
     layers: dict[int, Trainable] = {}
     named: dict[str, Tensor] = {}
-    for i, parts in sizes.items():
-        own = Trainable(*(next(pieces).view(t.shape) for t in parts))
+    for i, tensors in sizes.items():
+        own = Trainable(*(next(pieces).view(t.shape) for t in tensors))
         layers[i] = own
         gate, up = own.gate_up.chunk(2)
         values = (own.input_norm, own.post_norm, gate, up, own.down)
         named.update(zip(weights.plan.layers[i].trainable, values, strict=True))
-    return Masters(flat, layers, named)
+    return Masters(padded, flat, layers, named)
 
 
 def rotations(weights: FrozenWeights, positions: int) -> Angles:
@@ -167,8 +178,13 @@ def _run(
     return x
 
 
-def loss_and_gradient(replica: Replica, ids: Tensor, targets: Tensor, kl_weight: float) -> Loss:
-    """Loss of the student against targets and teacher over windows ids [B, T]; `replica.gradient` is overwritten."""
+def loss_and_gradient(
+    replica: Replica, ids: Tensor, targets: Tensor, kl_weight: float, layer_done: Callable[[int], None] = _nothing
+) -> Loss:
+    """Loss of the student against targets and teacher over windows ids [B, T]; `replica.gradient` is overwritten.
+
+    `layer_done` is called for each trained layer, from the top down, as soon as its gradient is final.
+    """
     student, teacher = replica.student, replica.teacher
     order, shared = list(visits(student)), replica.shared_layers
     converted = replica.conversion.converted
@@ -203,7 +219,7 @@ def loss_and_gradient(replica: Replica, ids: Tensor, targets: Tensor, kl_weight:
         )
     with clock("backprop"):
         dx = rmsnorm.rmsnorm_bwd(loss.dhidden * multiplier, norm_saved).dx
-        _backward(dx, replica, student, order[shared:], ids.shape[1], saved)
+        _backward(dx, replica, student, order[shared:], ids.shape[1], saved, layer_done)
     return loss
 
 
@@ -214,11 +230,13 @@ def _backward(
     order: list[int | None],
     positions: int,
     saved: list[LayerSaved | rmsnorm.Saved],
+    layer_done: Callable[[int], None],
 ) -> None:
     """Fill `replica.gradient` from the gradient of the last layer's output. `saved` is emptied."""
     angles = rotations(student, positions)
     seen: set[int] = set()
-    for i in reversed(order):
+    for visit in reversed(range(len(order))):
+        i = order[visit]
         # Popping frees a layer's activations as soon as they have been used.
         part = saved.pop()
         if i is None or isinstance(part, rmsnorm.Saved):
@@ -232,6 +250,8 @@ def _backward(
             dx = layer_bwd(dx, part, student.layers[i], angles, again)
             for total, more in zip(grads, again, strict=True):
                 total.add_(more)
-            continue
+        else:
+            dx = layer_bwd(dx, part, student.layers[i], angles, grads)
         seen.add(i)
-        dx = layer_bwd(dx, part, student.layers[i], angles, grads)
+        if grads is not None and i not in order[:visit]:
+            layer_done(i)

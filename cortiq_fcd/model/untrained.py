@@ -9,5 +9,6 @@ from cortiq_fcd.model.weights import FrozenWeights
 
 def untrained(weights: FrozenWeights, conversion: Conversion) -> Replica:
     """Student and teacher over the same frozen weights; the student's converted layers run the O(1) kernel."""
-    nothing = Masters(weights.embed.new_empty(0), {}, {})
+    empty = weights.embed.new_empty(0)
+    nothing = Masters(empty, empty, {}, {})
     return Replica(weights, weights, conversion, nothing, nothing)

@@ -39,6 +39,8 @@ except ImportError:  # Windows
 
 FORMAT = "cortiq-fcd-checkpoint/2"
 GENERATIONS = 2
+# Facts of an identity that may both differ when the first one does.
+PROCESSES, THREADS = "the number of processes", "the number of threads"
 UNKNOWN = "not known yet"  # a fact of an identity that agrees with every other
 _NAME = re.compile(r"checkpoint-(\d{6,})\.json")
 _TENSORS = re.compile(r"checkpoint-(\d{6,})\.safetensors")
@@ -60,9 +62,9 @@ class Body:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint that belongs to the run at hand."""
+    """A whole checkpoint that belongs to the run at hand. `processes`: how many wrote it."""
 
-    path: Path
+    processes: str
     before: Before
     state: TrainingState
 
@@ -127,7 +129,8 @@ class Checkpoints:
                 damaged.append(f"{path.with_suffix('')} is damaged or incomplete ({_first_line(error)})")
                 continue
             self.saved_step = body.record.step
-            return Found(Checkpoint(path, body.before, state), tuple(damaged), differences)
+            processes = body.identity.get(PROCESSES, "1")
+            return Found(Checkpoint(processes, body.before, state), tuple(damaged), differences)
         return Found(None, tuple(damaged), differences)
 
     @contextlib.contextmanager
@@ -328,7 +331,11 @@ def _state(record: TrainingRecord, tensors: Mapping[str, F32]) -> TrainingState:
 
 
 def _differences(recorded: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
-    names = [*now, *(name for name in recorded if name not in now)]
+    """Another number of processes is none, and then neither is another number of threads: sums are taken in another
+    order, which changes the result by no more than rounding does.
+    """
+    regrouped = {PROCESSES, THREADS} if recorded.get(PROCESSES) != now.get(PROCESSES) else set()
+    names = [name for name in {**now, **recorded} if name not in regrouped]
     return tuple(
         f"{name} was {recorded.get(name, 'not there')}, is {now.get(name, 'not there')}"
         for name in names

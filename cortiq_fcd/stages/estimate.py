@@ -200,10 +200,14 @@ class Forecast:
     warnings: list[str]
 
 
-def check_memory(sizes: Sizes, device: torch.device) -> None:
-    """ResourceError (exit 6) if the run needs more memory than there is, with what would fit."""
+def check_memory(sizes: Sizes, device: torch.device, processes: int = 1) -> None:
+    """ResourceError (exit 6) if the run needs more memory than there is, with what would fit. `processes` of it begin
+    on this machine at once, and each counts on its part of what is there.
+    """
     check_least(sizes, device)
     needed = memory(sizes, device)
+    if device.type == "cpu" and needed.available is not None:
+        needed = replace(needed, available=needed.available // processes)
     if needed.fits:
         return
     where = "the machine or its cgroup" if device.type == "cpu" else str(device)

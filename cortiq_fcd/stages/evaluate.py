@@ -11,6 +11,7 @@ from torch import Tensor
 from cortiq_fcd.kernels.ce_kl import COPIES, chunk_rows, kl_rows, nll_sum
 from cortiq_fcd.model.decode import served_hidden
 from cortiq_fcd.model.perplexity import perplexity_at, window_perplexity
+from cortiq_fcd.model.ranks import ALONE, Ranks, share
 from cortiq_fcd.model.replica import Replica, hidden_states
 from cortiq_fcd.model.windows import (
     FINAL_ROUNDS,
@@ -55,30 +56,37 @@ class TeacherRows:
 
 
 def run(
-    config: TrainConfig, replica: Replica, where: Windows, *, student: bool, teacher: TeacherRows | None = None
+    config: TrainConfig,
+    replica: Replica,
+    where: Windows,
+    ranks: Ranks = ALONE,
+    *,
+    student: bool,
+    teacher: TeacherRows | None = None,
 ) -> Figures:
-    """Figures of the present masters, or (student false) of the teacher."""
+    """Figures of the present masters, or (student false) of the teacher. Windows are divided among the ranks."""
     teacher = teacher or TeacherRows()
     if student:
-        final = window_perplexity(replica, where.val, config.seq, config.batch, FINAL_ROUNDS, student=True)
+        final = window_perplexity(replica, where.val, config.seq, config.batch, FINAL_ROUNDS, ranks, student=True)
     else:
-        final, teacher.rows = _teacher_pass(config, replica, where)
-    served, kl = _served(config, replica, where, teacher, student=student)
+        final, teacher.rows = _teacher_pass(config, replica, where, ranks)
+    served, kl = _served(config, replica, where, teacher, ranks, student=student)
     untouched = None
     if where.untouched:
-        untouched = perplexity_at(replica, where.val, list(where.untouched), config.seq, config.batch, student=student)
+        offsets = list(where.untouched)
+        untouched = perplexity_at(replica, where.val, offsets, config.seq, config.batch, ranks, student=student)
     return Figures(final, served, kl, untouched)
 
 
-def _teacher_pass(config: TrainConfig, replica: Replica, where: Windows) -> tuple[float, Tensor]:
-    """The teacher's perplexity over the final windows, and its rows at their served positions."""
+def _teacher_pass(config: TrainConfig, replica: Replica, where: Windows, ranks: Ranks) -> tuple[float, Tensor]:
+    """The teacher's perplexity over the final windows, and its rows at the served positions of this rank's."""
     kept: list[Tensor] = []
 
     def keep(hidden: Tensor) -> None:
         kept.append(_after_seal(hidden, config, replica))
 
     offsets = list(where.final)
-    final = perplexity_at(replica, where.val, offsets, config.seq, config.batch, student=False, keep=keep)
+    final = perplexity_at(replica, where.val, offsets, config.seq, config.batch, ranks, student=False, keep=keep)
     return final, torch.cat(kept)
 
 
@@ -89,20 +97,20 @@ def _after_seal(hidden: Tensor, config: TrainConfig, replica: Replica) -> Tensor
 
 
 def _served(
-    config: TrainConfig, replica: Replica, where: Windows, known: TeacherRows, *, student: bool
+    config: TrainConfig, replica: Replica, where: Windows, known: TeacherRows, ranks: Ranks, *, student: bool
 ) -> tuple[float, float]:
     """Perplexity and mean KL to the teacher at the positions from the seal on."""
     seal, own, teacher = replica.conversion.seal, replica.weights, replica.teacher
     head, measured = own.head, own if student else teacher
     kl = 0.0
     # All windows move in step through the decoder: the larger the batch, the fewer the passes over the weights.
-    ids, targets = windows(where.val, list(where.final), config.seq, head.device)
-    count = ids.shape[0] * (config.seq - seal)
+    ids, targets = windows(where.val, list(share(ranks, where.final)), config.seq, head.device)
+    count = len(where.final) * (config.seq - seal)
     if count == 0:
         return math.nan, math.nan
     teacher_rows = known.rows
     if teacher_rows is None:
-        batches = torch.split(ids, config.batch)
+        batches = torch.split(ids, config.batch // ranks.world)
         hidden = [_after_seal(hidden_states(replica, part, student=False), config, replica) for part in batches]
         teacher_rows = torch.cat(hidden)
     rows = served_hidden(replica, ids, seal, student=True, served=True).flatten(0, 1) if student else teacher_rows
@@ -119,4 +127,5 @@ def _served(
                 teacher_softcap=teacher.plan.logit_softcap,
             )
             kl += of_rows.sum(dtype=torch.float64).item()
+    nll, kl = ranks.sum([nll, kl])
     return math.exp(min(nll / count, 700.0)), kl / count

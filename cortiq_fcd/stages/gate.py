@@ -14,6 +14,7 @@ import torch
 
 from cortiq_fcd.model.conversion import Conversion, is_exact
 from cortiq_fcd.model.decode import greedy
+from cortiq_fcd.model.ranks import ALONE, Ranks, share
 from cortiq_fcd.model.replica import Replica
 from cortiq_fcd.model.windows import Ids, free_offsets
 from cortiq_fcd.stages.artefacts import Gate, Judgement
@@ -80,30 +81,39 @@ def _beside(profile: Profile, tokens: int, taken: Iterable[Span]) -> tuple[tuple
     return tuple(free[i * len(free) // count] for i in range(count)), ""
 
 
-def run(config: GateConfig, prompts: Prompts, replica: Replica) -> Gate | None:
+def run(config: GateConfig, prompts: Prompts, replica: Replica, ranks: Ranks = ALONE) -> Gate | None:
     """The gate, with the present masters (which must be the untrained ones) as its baseline; null when skipped."""
     if prompts.skipped:
         return None
-    start = judgement(config, prompts.profile, continuations(prompts, replica))
-    exact = continuations(prompts, replica, student=False)
-    return gate_against(config, prompts, start, judgement(config, prompts.profile, exact, start.scores))
+    start = judgement(config, prompts.profile, continuations(prompts, replica, ranks))
+    exact = continuations(prompts, replica, ranks, student=False)
+    return gate_against(config, prompts, start, judgement(config, prompts.profile, exact, start.scores), ranks)
 
 
-def gate_against(config: GateConfig, prompts: Prompts, start: Judgement, exact: Judgement) -> Gate:
+def gate_against(
+    config: GateConfig, prompts: Prompts, start: Judgement, exact: Judgement, ranks: Ranks = ALONE
+) -> Gate:
     """The gate whose baseline is known: this run's, or a resumed one's."""
 
     def judge(candidate: Replica) -> Judgement:
-        return judgement(config, prompts.profile, continuations(prompts, candidate), start.scores)
+        return judgement(config, prompts.profile, continuations(prompts, candidate, ranks), start.scores)
 
     return Gate(judge, start, exact)
 
 
-def continuations(prompts: Prompts, replica: Replica, *, student: bool = True) -> Continuations:
-    """Ids of each prompt's greedy continuation: the masters through the served kernel, or the teacher."""
-    ids = torch.from_numpy(prompts.ids).to(replica.weights.embed.device)
-    eos = replica.weights.plan.eos_ids
-    rows = greedy(replica, ids, prompts.profile.new_tokens, eos, student=student, served=student)
-    return tuple(map(tuple, rows))
+def continuations(prompts: Prompts, replica: Replica, ranks: Ranks = ALONE, *, student: bool = True) -> Continuations:
+    """Ids of each prompt's greedy continuation: the masters through the served kernel, or the teacher. Prompts are
+    divided among the ranks.
+    """
+    own, most = share(ranks, range(len(prompts.ids))), prompts.profile.new_tokens
+    spoken = torch.zeros(len(prompts.ids), most, dtype=torch.float64)  # 0: nothing was said; else 1 + id
+    if own:
+        ids = torch.from_numpy(prompts.ids[list(own)]).to(replica.weights.embed.device)
+        rows = greedy(replica, ids, most, replica.weights.plan.eos_ids, student=student, served=student)
+        for prompt, row in zip(own, rows, strict=True):
+            spoken[prompt, : len(row)] = torch.tensor(row, dtype=torch.float64) + 1
+    told = torch.tensor(ranks.sum(spoken.flatten().tolist()), dtype=torch.float64).view_as(spoken)
+    return tuple(tuple(int(word) - 1 for word in row if word) for row in told.tolist())
 
 
 def judgement(

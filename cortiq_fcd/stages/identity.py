@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from cortiq_fcd.errors import CmfFormatError
+from cortiq_fcd.errors import CmfFormatError, ConfigError
 from cortiq_fcd.io.corpus import Corpus
 from cortiq_fcd.io.hashing import hash64
 from cortiq_fcd.io.layout import OPTIONAL_SECTIONS
 from cortiq_fcd.io.planned import AnyModel
 from cortiq_fcd.io.reader import CmfModel, open_model
 from cortiq_fcd.model.conversion import Conversion
-from cortiq_fcd.stages.checkpoint import UNKNOWN
+from cortiq_fcd.model.ranks import ALONE, Ranks
+from cortiq_fcd.stages.checkpoint import PROCESSES, THREADS, UNKNOWN
 from cortiq_fcd.stages.config import PolishConfig
 from cortiq_fcd.stages.machine import tool_info
 
 # Fields that only say where things are, or what is done with a result that they don't change.
 _ELSEWHERE = {"train.teacher", "gate.require_pass"}
+_OF_THE_RANK = {"the processor", "the device", THREADS}
 
 
 def run_identity(
@@ -31,6 +34,7 @@ def run_identity(
     conversion: Conversion,
     config: PolishConfig,
     device: torch.device,
+    ranks: Ranks = ALONE,
 ) -> dict[str, str]:
     """The facts by name, as text. `teacher`: the hash of a separate teacher file."""
     facts: dict[str, Any] = {
@@ -49,7 +53,7 @@ def run_identity(
             if f"{section}.{name}" not in _ELSEWHERE:
                 facts[f"{section}.{name}"] = value
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()} | _machinery(
-        device
+        device, ranks
     )
 
 
@@ -65,7 +69,7 @@ def _ids_hash(ids: np.ndarray) -> str:
     return f"{len(ids)} tokens {hash64(np.ascontiguousarray(ids)):016x}"
 
 
-def _machinery(device: torch.device) -> dict[str, str]:
+def _machinery(device: torch.device, ranks: Ranks) -> dict[str, str]:
     """Versions and kind of processor: another one may add in another order."""
     tool = tool_info(device)
     return {
@@ -76,8 +80,21 @@ def _machinery(device: torch.device) -> dict[str, str]:
         "the processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "the device": tool.device if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}",
         "the precision": tool.precision,
-        "the number of threads": str(tool.threads),
+        THREADS: str(tool.threads),
+        **({PROCESSES: str(ranks.world)} if ranks.world > 1 else {}),
     }
+
+
+def check_agreement(facts: Mapping[str, str], ranks: Ranks) -> None:
+    """ConfigError, naming them, if this rank has other facts than rank 0. Devices and threads may differ."""
+    told: dict[str, str] = json.loads(ranks.tell(json.dumps(dict(facts))))
+    others = [name for name in facts if name not in _OF_THE_RANK and facts[name] != told.get(name)]
+    if others:
+        differences = "; ".join(f"{name} is {facts[name]}, and {told.get(name)} on rank 0" for name in others)
+        raise ConfigError(
+            f"rank {ranks.rank} would train something else than rank 0: {differences}",
+            hint="every machine needs the same files, the same versions and the same command",
+        )
 
 
 Stamp = list[tuple[int, int, int, int]]

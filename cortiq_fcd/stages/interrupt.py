@@ -49,7 +49,8 @@ class Interruption:
             yield self
         finally:
             for number, old in before.items():
-                signal.signal(number, old)
+                if signal.getsignal(number) is handler:  # not after `hear_no_signals`
+                    signal.signal(number, old)
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
@@ -73,3 +74,12 @@ class Interruption:
             return
         with contextlib.suppress(OSError):
             os.write(2, _NOTICE)  # not through sys.stderr, which may be in the middle of a line
+
+
+def hear_no_signals() -> None:
+    """Ignore SIGINT and SIGTERM from now on: a run of several processes is over, which makes torchrun send them, and
+    what is left is to save and to tell.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 
 from cortiq_fcd.errors import ResourceError
+from cortiq_fcd.model.ranks import ALONE, Ranks
 from cortiq_fcd.stages.artefacts import Before, TrainingState
 from cortiq_fcd.stages.checkpoint import Checkpoints
 from cortiq_fcd.stages.interrupt import Interrupted, Interruption
@@ -21,26 +23,34 @@ class CheckpointKeeper:
         every_minutes: float,
         interruption: Interruption,
         warn: Callable[[str], None],
+        ranks: Ranks = ALONE,
     ) -> None:
         self._checkpoints, self._before, self._interruption, self._warn = checkpoints, before, interruption, warn
+        self._ranks = ranks
+        self._stop: int | None = None  # the signal that all ranks have agreed to follow
         self._every_s = every_minutes * 60
         self._last_s = time.monotonic()  # a clock that nobody sets
         self._writing: int | None = None
 
     def wants(self, *, evaluated: bool) -> bool:
-        """Whether it is time."""
-        asked = self._interruption.requested is not None
-        return evaluated or asked or time.monotonic() - self._last_s >= self._every_s
+        """Whether it is time: by the clock of rank 0, or because any rank was asked to stop."""
+        asked, late = self._interruption.requested, time.monotonic() - self._last_s >= self._every_s
+        flags = [asked == signal.SIGTERM, asked is not None, late and self._ranks.rank == 0]
+        terminate, stop, due = (total > 0 for total in self._ranks.sum(flags))
+        self._stop = (signal.SIGTERM if terminate else signal.SIGINT) if stop else None
+        return evaluated or stop or due
 
     def keep(self, state: TrainingState) -> None:
         """Copy the state and have it written. Raises Interrupted, with the state on disk, when asked to stop."""
         self.finish()
         self._writing = state.record.step
-        self._checkpoints.save(state, self._before)
+        if self._ranks.rank == 0:
+            self._checkpoints.save(state, self._before)
         self._last_s = time.monotonic()
-        if self._interruption.requested is not None:
+        if self._stop is not None:
             self.finish()
-            raise Interrupted(self._interruption.requested, self._interruption.saved_step)
+            self._ranks.sum([0])  # until rank 0 has written it
+            raise Interrupted(self._stop, self._interruption.saved_step)
 
     def finish(self) -> None:
         """Until what is being written is written."""

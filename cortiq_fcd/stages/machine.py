@@ -11,6 +11,7 @@ import torch
 
 from cortiq_fcd.errors import ConfigError
 from cortiq_fcd.kernels import products
+from cortiq_fcd.model.ranks import ALONE, Ranks
 from cortiq_fcd.stages.capacity import peak_resident_bytes
 from cortiq_fcd.stages.config import ComputeConfig
 from cortiq_fcd.stages.report import MemoryInfo, ToolInfo
@@ -33,17 +34,24 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, -1)  # never
 
 
-def choose_device(config: ComputeConfig) -> torch.device:
-    """The device to run on, with threads, memory and precision set. Raises ConfigError for what is not there."""
+def choose_device(config: ComputeConfig, ranks: Ranks = ALONE) -> torch.device:
+    """The device to run on, with threads, memory and precision set. Raises ConfigError for what is not there.
+
+    Ranks on one machine divide its CPUs, and each takes a CUDA device of its own.
+    """
     if config.threads is not None and config.threads > max(MOST_THREADS, _usable_cpus()):
         raise ConfigError(
             f"--threads {config.threads}: this machine has {_usable_cpus()} CPUs", hint=f"at most {MOST_THREADS}"
         )
-    torch.set_num_threads(config.threads or _usable_cpus())
+    torch.set_num_threads(config.threads or max(1, _usable_cpus() // ranks.local_world))
     keep_freed_memory()
     wanted = config.device
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if ranks.world > 1 and wanted.startswith("cuda"):
+        if wanted != "cuda":
+            raise ConfigError(f"--device {wanted}: each process takes a device of its own", hint="use --device cuda")
+        wanted = f"cuda:{ranks.local_rank}"
     try:
         device = torch.device(wanted)
     except RuntimeError:
@@ -76,7 +84,7 @@ def _usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def tool_info(device: torch.device) -> ToolInfo:
+def tool_info(device: torch.device, ranks: Ranks = ALONE) -> ToolInfo:
     """What wrote the file, and what it ran on."""
     return ToolInfo(
         name="cortiq-fcd",
@@ -86,6 +94,7 @@ def tool_info(device: torch.device) -> ToolInfo:
         device=str(device),
         precision=products.get_precision(),
         threads=torch.get_num_threads(),
+        world_size=ranks.world,
     )
 
 

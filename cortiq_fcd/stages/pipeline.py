@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 
-from cortiq_fcd.errors import CortiqError, DivergedError, NothingPassedError
+from cortiq_fcd.errors import CortiqError, DivergedError, LostRankError, NothingPassedError
 from cortiq_fcd.events import DoneEvent, Listener, ignore
 from cortiq_fcd.io.paths import printable
 from cortiq_fcd.io.planned import AnyModel, PlannedModel
 from cortiq_fcd.io.reader import CmfModel, open_model
 from cortiq_fcd.io.writer import WrittenFile
+from cortiq_fcd.model.ranks import ALONE, Ranks
 from cortiq_fcd.model.replica import Replica
 from cortiq_fcd.stages import dequantize, estimate, evaluate, gate, polish, provenance, replica, store, texts
 from cortiq_fcd.stages.artefacts import Before, Comparison, Figures, Gate, Stored, Trained
@@ -43,10 +45,12 @@ def run(
     config: PolishConfig,
     listener: Listener = ignore,
     interruption: Interruption | None = None,
+    ranks: Ranks = ALONE,
     *,
     protected: Iterable[Path] = (),
 ) -> Report:
-    """Polish `source` into `out`; returns the report, which is also written beside `out`.
+    """Polish `source` into `out`; returns the report, which is also written beside `out`. Of several `ranks`, which all
+    call this, rank 0 alone writes.
 
     A run that ends early leaves its checkpoints in `out`.partial and goes on from there the next time. `interruption`:
     what has been asked for by signals, if the caller handles them. `protected`: files beside those that `config` names
@@ -57,16 +61,12 @@ def run(
     """
     progress = Progress(listener)
     interruption = interruption or Interruption()
-    device = choose_device(config.compute)
+    device = choose_device(config.compute, ranks)
     with open_model(source) as model:
-        job = prepare(model, out, config, device, progress, protected)
-        estimate.check_memory(job.sizes, device)
-        room = estimate.disk(job.sizes, out, job.out_bytes)
-        if room.free < room.out + room.checkpoints:
-            sizes = f"OUT needs {room.out:,} bytes, checkpoints up to {room.checkpoints:,}, and {room.free:,} are free"
-            progress.warn(f"{sizes}: some checkpoints may be missing")
-        with job.checkpoints.at_work(), progress.logged(open_logs(config.output)):
-            report, diverged = _polish(job, model, out, config, device, interruption, progress)
+        job = prepare(model, out, config, device, progress, protected, ranks)
+        estimate.check_memory(job.sizes, device, ranks.local_world)
+        with _writing(job, out, config, progress) if ranks.rank == 0 else contextlib.nullcontext():
+            report, diverged = _polish(job, model, out, config, device, interruption, progress, ranks)
     output, told = printable(out), printable(job.report_path)
     listener(DoneEvent(outcome=report.outcome, output=output, report=told, sentence=sentence(report)))
     if diverged:
@@ -76,21 +76,44 @@ def run(
     return report
 
 
+@contextlib.contextmanager
+def _writing(job: Job, out: Path, config: PolishConfig, progress: Progress) -> Iterator[None]:
+    """The places that only one process may write in, held and open inside the block."""
+    room = estimate.disk(job.sizes, out, job.out_bytes)
+    if room.free < room.out + room.checkpoints:
+        sizes = f"OUT needs {room.out:,} bytes, checkpoints up to {room.checkpoints:,}, and {room.free:,} are free"
+        progress.warn(f"{sizes}: some checkpoints may be missing")
+    with job.checkpoints.at_work(), progress.logged(open_logs(config.output)):
+        yield
+
+
 def dry_run(
-    source: Path, out: Path, config: PolishConfig, listener: Listener = ignore, *, protected: Iterable[Path] = ()
+    source: Path,
+    out: Path,
+    config: PolishConfig,
+    listener: Listener = ignore,
+    ranks: Ranks = ALONE,
+    *,
+    protected: Iterable[Path] = (),
 ) -> Forecast:
     """What `run` would do and need. All checks of `run` are made; nothing is written. Raises as `run` does."""
     with open_model(source) as model:
-        return forecast(model, out, config, listener, protected=protected)
+        return forecast(model, out, config, listener, ranks, protected=protected)
 
 
 def forecast(
-    model: AnyModel, out: Path, config: PolishConfig, listener: Listener = ignore, *, protected: Iterable[Path] = ()
+    model: AnyModel,
+    out: Path,
+    config: PolishConfig,
+    listener: Listener = ignore,
+    ranks: Ranks = ALONE,
+    *,
+    protected: Iterable[Path] = (),
 ) -> Forecast:
     """As `dry_run`, of a file that is open, or not written yet."""
     progress = Progress(listener)
-    device = choose_device(config.compute)
-    job = prepare(model, out, config, device, progress, protected)
+    device = choose_device(config.compute, ranks)
+    job = prepare(model, out, config, device, progress, protected, ranks)
     estimate.check_least(job.sizes, device)
     resumes_after = _resumes_after(job, config)
     needed = estimate.memory(job.sizes, device)
@@ -131,19 +154,24 @@ def _polish(
     device: torch.device,
     interruption: Interruption,
     progress: Progress,
+    ranks: Ranks,
 ) -> tuple[Report, bool]:
     """From the weights to the written files: the report, and whether the run diverged."""
-    checkpoint = find_checkpoint(job.checkpoints, config.output, progress)
+    checkpoint = find_checkpoint(job.checkpoints, config.output, progress, ranks)
     interruption.saved_step = job.checkpoints.saved_step
-    network = _load(job, model, config, device, progress)
-    before = checkpoint.before if checkpoint else _measure_before(job, network, config, progress)
-    judged = _gate(before, job, config)
-    trained = _train(job, network, before, judged, checkpoint, config, interruption, progress)
+    network = _load(job, model, config, device, progress, ranks)
+    before = checkpoint.before if checkpoint else _measure_before(job, network, config, progress, ranks)
+    judged = _gate(before, job, config, ranks)
+    trained = _train(job, network, before, judged, checkpoint, config, interruption, progress, ranks)
     del checkpoint
     with progress.stage("evaluate", "after training"):
         # What is measured is what will be stored; untrained weights were measured before.
         stored = store.run(config.output, network) if trained.best_step else Stored({})
-        final = evaluate.run(config.train, network, job.windows, student=True) if trained.best_step else before.start
+        final = before.start
+        if trained.best_step:
+            final = evaluate.run(config.train, network, job.windows, ranks, student=True)
+    if ranks.rank:
+        return Report.model_validate_json(ranks.tell("")), trained.diverged
     progress.warn(*stored.notes)
     story = provenance.Story(
         config=config,
@@ -156,7 +184,7 @@ def _polish(
         gate_skipped=job.prompts.skipped,
         texts=texts.run(model, job.prompts.ids, judged, trained) if judged else None,
         trainable_params=network.masters.flat.numel(),
-        tool=tool_info(device),
+        tool=tool_info(device, ranks),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
     with progress.stage("provenance", printable(out)):
@@ -172,10 +200,13 @@ def _polish(
     _write_report(report, job.report_path, out)
     if not trained.diverged:
         progress.warn(*job.checkpoints.clear())
+    ranks.tell(report.to_json())
     return report, trained.diverged
 
 
-def _load(job: Job, model: CmfModel, config: PolishConfig, device: torch.device, progress: Progress) -> Replica:
+def _load(
+    job: Job, model: CmfModel, config: PolishConfig, device: torch.device, progress: Progress, ranks: Ranks
+) -> Replica:
     """Teacher and student on the device."""
     plan, conversion = job.plan, job.conversion
     with progress.stage("dequantize", f"{len(plan.shapes)} tensors, {plan.params:,} weights"):
@@ -185,25 +216,25 @@ def _load(job: Job, model: CmfModel, config: PolishConfig, device: torch.device,
             with open_model(config.train.teacher) as teacher_model:
                 teacher = dequantize.run(teacher_model, job.teacher_plan, device)
     with progress.stage("replica", f"{len(conversion.converted)} of {len(plan.layers)} layers converted"):
-        return replica.run(conversion, weights, teacher)
+        return replica.run(conversion, weights, teacher, ranks)
 
 
-def _measure_before(job: Job, network: Replica, config: PolishConfig, progress: Progress) -> Before:
+def _measure_before(job: Job, network: Replica, config: PolishConfig, progress: Progress, ranks: Ranks) -> Before:
     """The gate's baseline, and the figures of the teacher and of the conversion as it is."""
     with progress.stage("gate", job.prompts.skipped and f"skipped: {job.prompts.skipped}"):
-        judged = gate.run(config.gate, job.prompts, network)
+        judged = gate.run(config.gate, job.prompts, network, ranks)
     with progress.stage("evaluate", "before training"):
         rows = evaluate.TeacherRows()
-        teacher = evaluate.run(config.train, network, job.windows, student=False, teacher=rows)
-        start = evaluate.run(config.train, network, job.windows, student=True, teacher=rows)
+        teacher = evaluate.run(config.train, network, job.windows, ranks, student=False, teacher=rows)
+        start = evaluate.run(config.train, network, job.windows, ranks, student=True, teacher=rows)
     return Before(judged.start if judged else None, judged.exact if judged else None, teacher, start)
 
 
-def _gate(before: Before, job: Job, config: PolishConfig) -> Gate | None:
+def _gate(before: Before, job: Job, config: PolishConfig, ranks: Ranks) -> Gate | None:
     """The gate against a baseline that is known."""
     if before.gate is None or before.exact is None:
         return None
-    return gate.gate_against(config.gate, job.prompts, before.gate, before.exact)
+    return gate.gate_against(config.gate, job.prompts, before.gate, before.exact, ranks)
 
 
 def _train(
@@ -215,23 +246,29 @@ def _train(
     config: PolishConfig,
     interruption: Interruption,
     progress: Progress,
+    ranks: Ranks,
 ) -> Trained:
     """The training loop; the network's masters end as the chosen state. Raises where nothing may be written."""
     minutes = config.output.checkpoint_minutes
-    keeper = CheckpointKeeper(job.checkpoints, before, minutes, interruption, progress.warn)
+    keeper = CheckpointKeeper(job.checkpoints, before, minutes, interruption, progress.warn, ranks)
     went_on = f"after step {checkpoint.state.record.step} of " if checkpoint else ""
     with progress.stage("polish", f"{went_on}{config.train.steps} steps"), interruption.patience():
-        trained = polish.run(
-            config.train,
-            network,
-            job.corpus.train,
-            job.corpus.val,
-            judged,
-            progress.pass_on,
-            judge_every_checkpoint=config.gate.every_checkpoint,
-            keeper=keeper,
-            resumed=checkpoint.state if checkpoint else None,
-        )
+        try:
+            trained = polish.run(
+                config.train,
+                network,
+                job.corpus.train,
+                job.corpus.val,
+                judged,
+                progress.pass_on,
+                judge_every_checkpoint=config.gate.every_checkpoint,
+                keeper=keeper,
+                resumed=checkpoint.state if checkpoint else None,
+                ranks=ranks,
+            )
+        except LostRankError:
+            keeper.finish()  # what is being written is whole before this process ends
+            raise
         keeper.finish()
     progress.move("polish", "gate", trained.gate_seconds)
     progress.phases("polish", network.clock.seconds)

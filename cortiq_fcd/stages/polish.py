@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from cortiq_fcd.events import EvalEvent, GateEvent, Listener, StepEvent, WarningEvent
-from cortiq_fcd.kernels.ce_kl import Loss
-from cortiq_fcd.model.adamw import Moments, adamw_step, gradient_norm, new_moments
+from cortiq_fcd.model.adamw import Moments
+from cortiq_fcd.model.optimizer import Optimizer
 from cortiq_fcd.model.perplexity import window_perplexity
+from cortiq_fcd.model.ranks import ALONE, Ranks, share
 from cortiq_fcd.model.replica import Replica, loss_and_gradient, reset_masters
 from cortiq_fcd.model.windows import QUICK_ROUNDS, Ids, SplitMix64, training_offsets, windows
 from cortiq_fcd.stages.artefacts import (
@@ -49,22 +50,24 @@ def run(
     judge_every_checkpoint: bool = False,
     keeper: Keeper | None = None,
     resumed: TrainingState | None = None,
+    ranks: Ranks = ALONE,
 ) -> Trained:
     """Train the replica's masters; they end as the best state. `gate` null: perplexity alone chooses.
 
-    `resumed`: go on from there, as if there had been no break. What the keeper raises comes through.
+    `resumed`: go on from there, as if there had been no break. `ranks`: the windows of a step, and of validations, are
+    divided among them. What the keeper raises comes through.
     """
-    loop = _Loop(config, replica, val, gate, listener, judge_every_checkpoint)
+    optimizer = Optimizer(replica, ranks, _moments(replica, resumed))
+    loop = _Loop(config, replica, optimizer, val, gate, listener, judge_every_checkpoint)
     generator = SplitMix64(config.seed)
     if resumed is None:
-        moments = new_moments(replica.masters.flat)
         loop.evaluate(0)
     else:
-        moments = loop.resume(resumed)
+        loop.resume(resumed)
         generator.state = resumed.record.generator
     for number in range(len(loop.steps) + 1, config.steps + 1):
         offsets = training_offsets(generator, len(train), config.seq, config.batch)
-        loop.record(train_step(config, replica, moments, train, offsets, number))
+        loop.record(train_step(config, replica, optimizer, train, offsets, number))
         if loop.diverged:
             break
         evaluated = number == config.steps or (config.eval_every > 0 and number % config.eval_every == 0)
@@ -72,32 +75,42 @@ def run(
             loop.evaluate(number)
         if keeper is not None and keeper.wants(evaluated=evaluated):
             with replica.clock("checkpoint"):
-                keeper.keep(loop.state(generator, moments))
+                keeper.keep(loop.state(generator))
     return loop.finish()
 
 
+def _moments(replica: Replica, resumed: TrainingState | None) -> Moments | None:
+    if resumed is None:
+        return None
+    device = replica.masters.flat.device
+    return Moments(resumed.first.to(device), resumed.second.to(device), resumed.record.updates)
+
+
 def train_step(
-    config: TrainConfig, replica: Replica, moments: Moments, train: Ids, offsets: list[int], number: int
+    config: TrainConfig, replica: Replica, optimizer: Optimizer, train: Ids, offsets: list[int], number: int
 ) -> Step:
-    """One step over the windows at `offsets`. An unusable gradient or loss leaves masters and moments untouched."""
+    """One step over the windows at `offsets`, of which this rank takes its share. An unusable gradient or loss leaves
+    masters and moments untouched.
+    """
     began = time.perf_counter()
-    clock = replica.clock
+    clock, ranks = replica.clock, optimizer.ranks
     with clock("sampling"):
-        ids, targets = windows(train, offsets, config.seq, replica.weights.embed.device)
-    loss = loss_and_gradient(replica, ids, targets, config.kl)
+        ids, targets = windows(train, list(share(ranks, offsets)), config.seq, replica.weights.embed.device)
+    loss = loss_and_gradient(replica, ids, targets, config.kl, optimizer.layer_done)
     with clock("optimizer"):
-        norm = gradient_norm(replica.gradient.flat)
-        why = _flaw(config, loss, norm)
+        norm = optimizer.gradient_norm()
+        ce, kl = (total / ranks.world for total in ranks.sum([loss.ce, loss.kl]))  # every rank has as many positions
+        why = _flaw(config, ce, kl, norm)
         if not why:
-            adamw_step(replica.masters.flat, replica.gradient.flat, moments, config.lr, norm)
-    return Step(number, loss.ce, loss.kl, norm, time.perf_counter() - began, tuple(offsets), bool(why), why)
+            optimizer.step(config.lr, norm)
+    return Step(number, ce, kl, norm, time.perf_counter() - began, tuple(offsets), bool(why), why)
 
 
-def _flaw(config: TrainConfig, loss: Loss, norm: float) -> str:
+def _flaw(config: TrainConfig, ce: float, kl: float, norm: float) -> str:
     """Why a step can't be used; empty if it can."""
     if not math.isfinite(norm):
         return "the gradient is not finite"
-    total = config.kl * loss.kl + (1 - config.kl) * loss.ce
+    total = config.kl * kl + (1 - config.kl) * ce
     if not math.isfinite(total):
         return "the loss is not finite"
     if norm == 0 and total > VANISHED_ABOVE:
@@ -111,6 +124,7 @@ class _Loop:
 
     config: TrainConfig
     replica: Replica
+    optimizer: Optimizer
     val: Ids
     gate: Gate | None
     listener: Listener
@@ -171,8 +185,9 @@ class _Loop:
         last = self.steps[-MAX_SKIPPED_IN_A_ROW:]
         return len(last) == MAX_SKIPPED_IN_A_ROW and all(step.skipped for step in last)
 
-    def state(self, generator: SplitMix64, moments: Moments) -> TrainingState:
+    def state(self, generator: SplitMix64) -> TrainingState:
         """The present state; its tensors are the ones at work, not copies."""
+        moments = self.optimizer.moments
         record = TrainingRecord(
             step=len(self.steps),
             generator=generator.state,
@@ -184,8 +199,8 @@ class _Loop:
         )
         return TrainingState(record, self.replica.masters.flat, moments.first, moments.second, self.best_state)
 
-    def resume(self, state: TrainingState) -> Moments:
-        """Take over a saved state; its moments. Warnings are given again: they belong to this run's report."""
+    def resume(self, state: TrainingState) -> None:
+        """Take over a saved state. Warnings are given again: they belong to this run's report."""
         record, flat = state.record, self.replica.masters.flat
         self.teacher_ppl, self.best = record.teacher_ppl, record.best
         self.steps, self.evaluations = list(record.steps), list(record.evaluations)
@@ -194,7 +209,6 @@ class _Loop:
         for step in self.steps:
             if step.skipped:
                 self._warn_skipped(step)
-        return Moments(state.first.to(flat.device), state.second.to(flat.device), record.updates)
 
     def finish(self) -> Trained:
         """Put the best state into the masters."""
@@ -223,9 +237,10 @@ class _Loop:
         return math.isfinite(self.replica.masters.flat.sum(dtype=torch.float64).item())
 
     def _perplexity(self, *, student: bool) -> float:
-        config = self.config
+        config, ranks = self.config, self.optimizer.ranks
+        rounds = QUICK_ROUNDS
         with self.replica.clock("validation"):
-            return window_perplexity(self.replica, self.val, config.seq, config.batch, QUICK_ROUNDS, student=student)
+            return window_perplexity(self.replica, self.val, config.seq, config.batch, rounds, ranks, student=student)
 
     def _judge(self, step: int) -> Judgement | None:
         if self.gate is None:

@@ -8,18 +8,19 @@ from pathlib import Path
 
 import torch
 
-from cortiq_fcd.errors import CortiqError, NothingPassedError
+from cortiq_fcd.errors import ConfigError, CortiqError, NothingPassedError
 from cortiq_fcd.io.corpus import Corpus, check_lengths, load_corpus
 from cortiq_fcd.io.planned import AnyModel
 from cortiq_fcd.io.reader import open_model
 from cortiq_fcd.io.writer import check_free_space, check_output_path, expected_bytes
 from cortiq_fcd.model.conversion import Conversion, resolve_conversion
 from cortiq_fcd.model.plan import ModelPlan, eos_notes, plan_model
+from cortiq_fcd.model.ranks import ALONE, Ranks
 from cortiq_fcd.model.windows import measured_spans
 from cortiq_fcd.stages import estimate, evaluate, gate, store
 from cortiq_fcd.stages.checkpoint import Checkpoints
-from cortiq_fcd.stages.config import PolishConfig
-from cortiq_fcd.stages.identity import Stamp, contents, run_identity, stamp
+from cortiq_fcd.stages.config import PolishConfig, TrainConfig
+from cortiq_fcd.stages.identity import Stamp, check_agreement, contents, run_identity, stamp
 from cortiq_fcd.stages.places import check_places, read_by
 from cortiq_fcd.stages.progress import Progress
 from cortiq_fcd.stages.teacher import check_teacher
@@ -49,19 +50,22 @@ def prepare(
     device: torch.device,
     progress: Progress,
     protected: Iterable[Path] = (),
+    ranks: Ranks = ALONE,
 ) -> Job:
     """Check paths, model, layers, teacher, disk, text and gate. Raises CortiqError; nothing has been written then.
 
-    `protected`: more files that may not be written.
+    `protected`: more files that may not be written. Only rank 0 writes, and looks at the places for that.
     """
+    check_batch(config.train, ranks)
+    writes = ranks.rank == 0
     stamped = stamp(model)
     inputs = read_by(model, config, protected)
-    report_path = check_places(inputs, out, config)
+    report_path = check_places(inputs, out, config) if writes else out
     plan = plan_model(model)
     progress.warn(*eos_notes(model.header, plan))
     conversion = _conversion(config, plan, model, progress)
-    teacher_plan, teacher_contents = _teacher(config, plan, model, out, progress)
-    out_bytes = _check_disk(config, plan, conversion, model, out)
+    teacher_plan, teacher_contents = _teacher(config, plan, model, out if writes else None, progress)
+    out_bytes = _check_disk(config, plan, conversion, model, out) if writes else 0
     corpus = _corpus(config, model, progress)
     train = config.train
     taken = measured_spans(len(corpus.val), train.seq, train.batch)
@@ -75,10 +79,14 @@ def prepare(
         progress.warn(f"the generation gate was skipped: {prompts.skipped}")
     profile = prompts.profile
     windows = evaluate.select_windows(train, corpus.val, prompts.offsets, profile.prompt_tokens)
-    checkpoints = Checkpoints(out, run_identity(model, teacher_contents, corpus, conversion, config, device))
-    check_output_path(inputs, out, config.output.force or is_own(out, checkpoints))
+    identity = run_identity(model, teacher_contents, corpus, conversion, config, device, ranks)
+    check_agreement(identity, ranks)
+    checkpoints = Checkpoints(out, identity)
+    if writes:
+        check_output_path(inputs, out, config.output.force or is_own(out, checkpoints))
+    own = train.model_copy(update={"batch": train.batch // ranks.world})
     sizes = estimate.Sizes(
-        plan, teacher_plan, conversion, train, len(prompts.offsets), profile.prompt_tokens, profile.new_tokens
+        plan, teacher_plan, conversion, own, len(prompts.offsets), profile.prompt_tokens, profile.new_tokens
     )
     return Job(
         plan,
@@ -93,6 +101,15 @@ def prepare(
         sizes,
         out_bytes,
     )
+
+
+def check_batch(config: TrainConfig, ranks: Ranks) -> None:
+    """ConfigError unless every rank gets as many windows of a step."""
+    if config.batch % ranks.world:
+        raise ConfigError(
+            f"--batch {config.batch}: the windows of a step can't be divided among {ranks.world} processes",
+            hint=f"use a multiple of {ranks.world}, or fewer processes",
+        )
 
 
 def is_own(out: Path, checkpoints: Checkpoints) -> bool:
@@ -123,14 +140,15 @@ def _conversion(config: PolishConfig, plan: ModelPlan, model: AnyModel, progress
 
 
 def _teacher(
-    config: PolishConfig, plan: ModelPlan, model: AnyModel, out: Path, progress: Progress
+    config: PolishConfig, plan: ModelPlan, model: AnyModel, out: Path | None, progress: Progress
 ) -> tuple[ModelPlan | None, str | None]:
     """The plan of a separate teacher file, if one was given and can teach this model, and the hash of what it holds."""
     path = config.train.teacher
     if path is None:
         return None, None
     with open_model(path) as teacher:
-        check_places(list(teacher.paths), out, config)  # every shard of it
+        if out is not None:
+            check_places(list(teacher.paths), out, config)  # every shard of it
         teacher_plan = plan_model(teacher)
         progress.warn(*check_teacher(teacher, teacher_plan, model, plan))
         return teacher_plan, contents(teacher)

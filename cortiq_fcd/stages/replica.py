@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from cortiq_fcd.model.conversion import Conversion
+from cortiq_fcd.model.ranks import ALONE, Ranks
 from cortiq_fcd.model.replica import Replica, new_replica
 from cortiq_fcd.model.weights import FrozenWeights
 
 
-def run(conversion: Conversion, weights: FrozenWeights, teacher: FrozenWeights | None = None) -> Replica:
+def run(
+    conversion: Conversion, weights: FrozenWeights, teacher: FrozenWeights | None = None, ranks: Ranks = ALONE
+) -> Replica:
     """A replica whose trainable tensors start as the file's. `teacher` null: the file itself, with exact attention."""
-    return new_replica(weights, conversion, teacher)
+    return new_replica(weights, conversion, teacher, parts=ranks.world)

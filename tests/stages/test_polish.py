@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from cortiq_fcd.events import EvalEvent, Event, GateEvent, StepEvent, WarningEvent, ignore
 from cortiq_fcd.kernels.ce_kl import Loss
-from cortiq_fcd.model.adamw import Moments, new_moments
 from cortiq_fcd.model.conversion import Conversion
+from cortiq_fcd.model.optimizer import Optimizer
 from cortiq_fcd.model.perplexity import window_perplexity
 from cortiq_fcd.model.replica import Replica, loss_and_gradient
 from cortiq_fcd.model.windows import SplitMix64, training_offsets
@@ -47,7 +47,9 @@ def simulated(
     replica, now, events = NETWORK, [0], []
     replica.masters.flat.fill_(0)
 
-    def train_step(config: TrainConfig, replica: Replica, moments: Any, train: Any, offsets: Any, number: int) -> Step:
+    def train_step(
+        config: TrainConfig, replica: Replica, optimizer: Any, train: Any, offsets: Any, number: int
+    ) -> Step:
         now[0] = number
         replica.masters.flat.fill_(number)
         return Step(number, 1.0, 0.1, 1.0, 0.0, tuple(offsets))
@@ -204,28 +206,29 @@ def broken_at(steps: set[int], value: float = math.nan) -> Callable[..., Loss]:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_skipped_step_leaves_masters_and_moments_bit_identical(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     replica = network()
-    moments = new_moments(replica.masters.flat)
-    polish.train_step(CONFIG, replica, moments, TRAIN, [5, 80], 1)
-    before = [t.clone() for t in (replica.masters.flat, moments.first, moments.second)]
+    optimizer = Optimizer(replica)
+    polish.train_step(CONFIG, replica, optimizer, TRAIN, [5, 80], 1)
+    before = [t.clone() for t in (replica.masters.flat, optimizer.moments.first, optimizer.moments.second)]
     monkeypatch.setattr(polish, "loss_and_gradient", broken_at({1}, value))
-    step = polish.train_step(CONFIG, replica, moments, TRAIN, [9, 90], 2)
+    step = polish.train_step(CONFIG, replica, optimizer, TRAIN, [9, 90], 2)
     assert step.skipped
     assert not math.isfinite(step.grad_norm)
-    after = (replica.masters.flat, moments.first, moments.second)
+    after = (replica.masters.flat, optimizer.moments.first, optimizer.moments.second)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert moments.steps == 1
-    assert not polish.train_step(CONFIG, replica, moments, TRAIN, [9, 90], 3).skipped
-    assert moments.steps == 2
+    assert optimizer.moments.steps == 1
+    assert not polish.train_step(CONFIG, replica, optimizer, TRAIN, [9, 90], 3).skipped
+    assert optimizer.moments.steps == 2
 
 
 def test_masters_that_overflow_give_a_skipped_step() -> None:
     """The real thing: no patched gradient."""
     replica = network()
-    moments = new_moments(replica.masters.flat)
+    optimizer = Optimizer(replica)
     replica.masters.layers[0].down.fill_(3e38)
     before = replica.masters.flat.clone()
-    assert polish.train_step(CONFIG, replica, moments, TRAIN, [5, 80], 1).skipped
+    assert polish.train_step(CONFIG, replica, optimizer, TRAIN, [5, 80], 1).skipped
     assert torch.equal(replica.masters.flat, before)
+    moments = optimizer.moments
     assert (moments.steps, moments.first.abs().max(), moments.second.abs().max()) == (0, 0, 0)
 
 
@@ -244,10 +247,10 @@ def test_a_skipped_step_uses_up_its_windows_and_nothing_else(monkeypatch: pytest
     assert trained.evaluations[3].ppl == trained.evaluations[2].ppl
 
     other = network()
-    moments = new_moments(other.masters.flat)
+    optimizer = Optimizer(other)
     for step in trained.steps:
         if step.step != 3:
-            polish.train_step(CONFIG, other, moments, TRAIN, list(step.offsets), step.step)
+            polish.train_step(CONFIG, other, optimizer, TRAIN, list(step.offsets), step.step)
     last = window_perplexity(other, VAL, 40, 2, 2, student=True)
     assert trained.evaluations[-1].ppl == last
 
@@ -278,15 +281,15 @@ def test_five_in_a_row_end_the_run(
 
 
 def test_moments_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Moments] = []
+    made: list[Optimizer] = []
 
-    def making(parameters: torch.Tensor) -> Moments:
-        made.append(new_moments(parameters))
+    def making(*args: Any) -> Optimizer:
+        made.append(Optimizer(*args))
         return made[-1]
 
-    monkeypatch.setattr(polish, "new_moments", making)
+    monkeypatch.setattr(polish, "Optimizer", making)
     polish.run(CONFIG, network(), TRAIN, VAL, None, ignore)
-    assert [m.steps for m in made] == [CONFIG.steps]
+    assert [optimizer.moments.steps for optimizer in made] == [CONFIG.steps]
 
 
 # Losses and validations that are not finite
@@ -305,33 +308,33 @@ def losing(loss: Loss) -> Callable[..., Loss]:
 @pytest.mark.parametrize(("ce", "kl"), [(math.nan, 0.1), (2.0, math.inf)])
 def test_a_loss_that_is_not_finite_skips_the_step(ce: float, kl: float, monkeypatch: pytest.MonkeyPatch) -> None:
     replica = network()
-    moments = new_moments(replica.masters.flat)
+    optimizer = Optimizer(replica)
     before = replica.masters.flat.clone()
     monkeypatch.setattr(polish, "loss_and_gradient", losing(Loss(ce, kl, torch.empty(0))))
-    step = polish.train_step(CONFIG, replica, moments, TRAIN, [5, 80], 1)
+    step = polish.train_step(CONFIG, replica, optimizer, TRAIN, [5, 80], 1)
     assert (step.skipped, step.why) == (True, "the loss is not finite")
     assert torch.equal(replica.masters.flat, before)
-    assert moments.steps == 0
+    assert optimizer.moments.steps == 0
 
 
 def test_a_gradient_that_vanished_in_an_overflow_skips_the_step() -> None:
     """Masters so large that a norm's sum of squares is infinite: the rows become 0, and so does the gradient."""
     replica = network()
-    moments = new_moments(replica.masters.flat)
+    optimizer = Optimizer(replica)
     replica.masters.flat.fill_(1e30)
-    step = polish.train_step(CONFIG, replica, moments, TRAIN, [5, 80], 1)
+    step = polish.train_step(CONFIG, replica, optimizer, TRAIN, [5, 80], 1)
     assert step.skipped
-    assert moments.steps == 0
+    assert optimizer.moments.steps == 0
 
 
 def test_nothing_left_to_learn_is_no_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """KL alone with a student that is the teacher: gradient and loss are 0."""
     replica = network()
     monkeypatch.setattr(polish, "loss_and_gradient", losing(Loss(3.0, 0.0, torch.empty(0))))
-    monkeypatch.setattr(polish, "gradient_norm", lambda gradient: 0.0)
+    monkeypatch.setattr(Optimizer, "gradient_norm", lambda optimizer: 0.0)
     config = CONFIG.model_copy(update={"kl": 1.0})
-    assert not polish.train_step(config, replica, new_moments(replica.masters.flat), TRAIN, [5, 80], 1).skipped
-    step = polish.train_step(CONFIG, replica, new_moments(replica.masters.flat), TRAIN, [5, 80], 1)
+    assert not polish.train_step(config, replica, Optimizer(replica), TRAIN, [5, 80], 1).skipped
+    step = polish.train_step(CONFIG, replica, Optimizer(replica), TRAIN, [5, 80], 1)
     assert step.why == "the gradient is exactly 0 at a loss of 0.9 nats"
 
 
@@ -346,7 +349,7 @@ def test_masters_that_are_not_finite_are_never_chosen(monkeypatch: pytest.Monkey
     """However good the perplexity is: a file never gets NaN or Inf."""
     replica = network()
 
-    def train_step(config: Any, replica: Replica, moments: Any, train: Any, offsets: Any, number: int) -> Step:
+    def train_step(config: Any, replica: Replica, optimizer: Any, train: Any, offsets: Any, number: int) -> Step:
         replica.masters.flat[7] = math.inf if number == 2 else 1.0
         return Step(number, 1.0, 0.1, 1.0, 0.0, tuple(offsets))
 
