@@ -23,7 +23,9 @@ from cortiq_fcd.io.reader import open_model
 from cortiq_fcd.model.conversion import Conversion, resolve_conversion
 from cortiq_fcd.model.optimizer import Optimizer
 from cortiq_fcd.model.plan import plan_model
-from cortiq_fcd.model.ranks import ALONE, Ranks
+from cortiq_fcd.model.ranks import ALONE, Ranks, share
+from cortiq_fcd.model.replica import loss_and_gradient
+from cortiq_fcd.model.windows import windows
 from cortiq_fcd.stages import dequantize, polish, replica
 from cortiq_fcd.stages.config import TrainConfig
 from tests.fixtures import GOLDEN, golden_json
@@ -122,6 +124,17 @@ def sent_by_a_step(case: str, group: Any) -> tuple[int, int, int]:
     return group.sent_bytes - counted, received_bytes() - received, network.masters.flat.numel()
 
 
+def summed_gradient(case: str, group: Any, bucket_elements: int) -> np.ndarray:
+    """The gradient of a step, summed in buckets of this size."""
+    config, network, train, _ = prepared(case, group)
+    optimizer = Optimizer(network, group, bucket_elements=bucket_elements)
+    offsets = list(share(group, [0, 40]))
+    ids, targets = windows(train, offsets, config.seq, torch.device("cpu"))
+    loss_and_gradient(network, ids, targets, config.kl, optimizer.layer_done)
+    optimizer.gradient_norm()
+    return network.gradient.flat.numpy().copy()
+
+
 def received_bytes() -> int:
     """By all TCP connections of this process, as the kernel counts (tcpi_bytes_received)."""
     total = 0
@@ -149,7 +162,6 @@ def main() -> None:
     group = Group(here)
     found: Found = {}
     taken: list[tuple[int, ...]] = []
-    windows = polish.windows
 
     def counting(ids: Any, offsets: list[int], *more: Any) -> Any:
         taken.append(tuple(offsets))
@@ -161,6 +173,8 @@ def main() -> None:
         for name, values in trained(case, group).items():
             found[f"{case}/{name}"] = values
         found[f"{case}/windows"] = np.array(taken)
+    for elements in (5000, 1 << 24):
+        found[f"gradient/{elements}"] = summed_gradient(sys.argv[2], group, elements)
     found["sent"] = np.array(sent_by_a_step(sys.argv[2], group))
     np.savez(Path(sys.argv[1]) / f"rank-{here.rank}.npz", **found)
     group.sum([0])

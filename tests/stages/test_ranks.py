@@ -88,6 +88,14 @@ def test_a_step_sends_what_the_document_says(found: list[Found]) -> None:
         assert counted <= received < 1.02 * counted
 
 
+def test_many_buckets_sum_as_one_does(found: list[Found]) -> None:
+    """To the bit, on both ranks: every element is added up in the order of the ranks."""
+    one = found[0]["gradient/16777216"]
+    assert np.count_nonzero(one) > 0.99 * one.size
+    for of_rank in found:
+        np.testing.assert_array_equal(of_rank["gradient/5000"], one)
+
+
 @pytest.mark.parametrize(("weights", "world"), [(1, 2), (7, 2), (1000, 3), (1001, 8)])
 def test_buckets_cover_the_padded_gradient_once(weights: int, world: int) -> None:
     padded = torch.arange(-(-weights // world) * world)
