@@ -81,7 +81,7 @@ class ComputeConfig(_Config):
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:i or mps")
     precision: Literal["auto", "f32", "bf16"] = Field(
         default="auto",
-        description="factors of matrix products; auto is bf16 where the device multiplies it natively, else f32",
+        description="of the factors of matrix products; auto is f32: bf16 is faster and learns a little worse",
     )
     threads: int | None = Field(default=None, ge=1, description="CPU threads; default: all the process may use")
 
