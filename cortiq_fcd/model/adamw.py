@@ -50,7 +50,7 @@ def adamw_step(parameters: Tensor, gradient: Tensor, moments: Moments, lr: float
     root_correction = math.sqrt(1 - BETA2**moments.steps)
     slices = (torch.split(t, SLICE) for t in (parameters, gradient, moments.first, moments.second))
     for p, g, first, second in zip(*slices, strict=True):
-        g = g * clip
+        g = g if clip == 1 else g * clip
         first.lerp_(g, 1 - BETA1)
         second.mul_(BETA2).addcmul_(g, g, value=1 - BETA2)
         denominator = torch.sqrt(second).div_(root_correction).add_(EPS)
