@@ -21,7 +21,7 @@ from cortiq_fcd.io.writer import create_model
 from cortiq_fcd.model.conversion import Conversion
 from cortiq_fcd.model.plan import ModelPlan, plan_model
 from cortiq_fcd.model.replica import Replica, new_replica
-from cortiq_fcd.model.weights import FrozenWeights, load_weights
+from cortiq_fcd.model.weights import FrozenWeights, filled_by, load_weights
 
 torch.set_num_threads(1)
 # The same examples in every run, and no limit on the time of one: the machine may be busy.
@@ -138,7 +138,7 @@ class Tiny:
 
     def weights(self) -> FrozenWeights:
         arrays = self.arrays()
-        return load_weights(self.plan(), lambda name: torch.from_numpy(arrays[name]), torch.device("cpu"))
+        return load_weights(self.plan(), filled_by(lambda name: torch.from_numpy(arrays[name])), torch.device("cpu"))
 
     def replica(self, conversion: Conversion) -> Replica:
         return new_replica(self.weights(), conversion)
@@ -237,5 +237,5 @@ def golden_json(name: str) -> dict[str, Any]:
 
 def exact_replica(plan: ModelPlan, load: Callable[[str], Tensor]) -> Replica:
     """A model that runs exact attention alone, from its tensors by name."""
-    weights = load_weights(plan, load, torch.device("cpu"))
+    weights = load_weights(plan, filled_by(load), torch.device("cpu"))
     return new_replica(weights, Conversion((0,), (0,), 4, 1, 0, 1, polish_only=True))

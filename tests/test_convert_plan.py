@@ -106,7 +106,7 @@ def test_a_step_that_can_not_fit_is_not_tried_out(
     run: Run, model_dir: Path, tmp_path: Path, ids: list[str], monkeypatch: pytest.MonkeyPatch, dry: list[str]
 ) -> None:
     monkeypatch.setattr("cortiq_fcd.stages.estimate.available_bytes", lambda: 1_000_000)
-    monkeypatch.setattr("cortiq_fcd.stages.estimate.memory", lambda *_: pytest.fail("it was tried out"))
+    monkeypatch.setattr("cortiq_fcd.stages.estimate.measure", lambda *_: pytest.fail("it was tried out"))
     large = ["--batch", "300", "--seq", "256"]
     ran = run("convert", model_dir, tmp_path / "out.cmf", *POLISH, *ids, *large, *dry)
     assert (ran.code, ran.out) == (6, "")

@@ -23,6 +23,7 @@ MEMORY = {
     "process": "program and libraries",
     "frozen": "weights",
     "teacher": "weights of the teacher file",
+    "buffers": "buffers of streamed weights",
     "masters": "masters",
     "gradient": "gradient",
     "moments": "optimizer moments",
@@ -73,6 +74,8 @@ def lines(forecast: Forecast) -> Iterator[str]:
     for name, words in MEMORY.items():
         if nbytes := getattr(memory, name):
             yield f"  {words:27}{figures.size(nbytes)}"
+    if memory.budget is not None:
+        yield f"memory budget        {figures.size(memory.budget)}: {forecast.savings}"
     if memory.available is not None:
         more, in_use = figures.size(memory.available), figures.size(memory.in_use)
         yield f"memory available     {more} more than the {in_use} in use"

@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 import json
+import re
 import reprlib
 import sys
 from collections.abc import Callable, Collection
@@ -133,6 +134,14 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("compute.threads", "--threads", int, "N", MACHINE, "CPU threads; default: all that the process may use"),
     Setting(
+        "compute.memory_budget",
+        "--memory-budget",
+        str,
+        "SIZE",
+        MACHINE,
+        "memory to live in, such as 2.4G, 800M or 2GiB, at the cost of time; default: no limit",
+    ),
+    Setting(
         "output.save_dtype",
         "--save-dtype",
         str,
@@ -176,10 +185,13 @@ SETTINGS: tuple[Setting, ...] = (
     ),
 )
 PATHS = ("corpus.train", "corpus.val", "train.teacher", "output.report", "output.log_jsonl", "output.tensorboard")
+SIZES = ("compute.memory_budget",)
+_SIZE = re.compile(r"(?P<number>\d{1,20}(\.\d{0,20})?) ?((?P<unit>[KMGT]?)(?P<binary>i?)B?)", re.ASCII | re.IGNORECASE)
 MOST_COUNT = 2**31 - 1
 MOST = {
     "corpus.max_train_bytes": 2**62,
     "corpus.max_val_bytes": 2**62,
+    "compute.memory_budget": 2**62,
     "train.seed": 2**64 - 1,
     "train.lr": 1000.0,  # AdamW moves each weight by about this much: far beyond any use, far below overflow
 }
@@ -234,6 +246,7 @@ def resolve(flags: Flags, file: Path | None) -> PolishConfig:
             raise ConfigError(f"{file}: {section} should be a table, got {_shown(table)}", hint=f"[{section}]")
         table[key] = value
     _check_paths(merged, flags, file)
+    _read_sizes(merged, flags, file)
     try:
         config = PolishConfig.model_validate(merged)
     except ValidationError as error:
@@ -250,6 +263,26 @@ def _check_paths(merged: dict[str, Any], flags: Flags, file: Path | None) -> Non
         if isinstance(table, dict) and isinstance(table.get(key), str):
             table[key] = Path(table[key])
             check_name(table[key], f"{_where(field, flags, file)} {table[key]}")
+
+
+def _read_sizes(merged: dict[str, Any], flags: Flags, file: Path | None) -> None:
+    """Replace texts such as 2.4G by bytes; ConfigError for what is no size."""
+    for field in SIZES:
+        section, key = field.split(".")
+        table = merged.get(section)
+        if isinstance(table, dict) and isinstance(table.get(key), str):
+            table[key] = _bytes_of(table[key], _where(field, flags, file))
+
+
+def _bytes_of(text: str, where: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{where}: {_shown(text)} is not a size", hint="such as 2.4G, 800M, 1.5GiB, or bytes")
+    power, binary = " KMGT".index(match["unit"].upper() or " "), match["binary"]
+    nbytes: int = round(float(match["number"]) * (1024 if binary else 1000) ** power)
+    if nbytes < 1:
+        raise ConfigError(f"{where}: {_shown(text)} is no memory at all", hint="such as 2.4G, 800M, 1.5GiB, or bytes")
+    return nbytes
 
 
 def _check_ranges(config: PolishConfig, flags: Flags, file: Path | None) -> None:

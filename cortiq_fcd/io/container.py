@@ -88,23 +88,26 @@ class CmfFile:
         return self._octets[span.offset_bytes : span.end_bytes]
 
     def chunks(self, span: Span) -> Iterator[memoryview]:
-        """The bytes of a span in pieces of at most CHUNK_BYTES, through one buffer that each piece overwrites.
+        """The bytes of a span in pieces of CHUNK_BYTES, through one buffer that each piece overwrites.
 
         Plain reads: unlike the map's, their pages do not count as memory of this process.
         """
         buffer = memoryview(bytearray(min(CHUNK_BYTES, span.nbytes)))
-        done = 0
-        while done < span.nbytes:
+        for done in range(0, span.nbytes, CHUNK_BYTES):
             piece = buffer[: min(CHUNK_BYTES, span.nbytes - done)]
+            self._read(span.offset_bytes + done, piece)
+            yield piece
+
+    def _read(self, offset_bytes: int, out: memoryview) -> None:
+        """Fill `out`; CmfFormatError if the file ends before that."""
+        done = 0
+        while done < len(out):
             with self._lock:
-                self._file.seek(span.offset_bytes + done)
-                got = self._file.readinto(piece)  # type: ignore[attr-defined]
+                self._file.seek(offset_bytes + done)
+                got = self._file.readinto(out[done:])  # type: ignore[attr-defined]
             if not got:
-                raise CmfFormatError(
-                    self.path, "the file became shorter while open", offset_bytes=span.offset_bytes + done
-                )
+                raise CmfFormatError(self.path, "the file became shorter while open", offset_bytes=offset_bytes + done)
             done += got
-            yield piece[:got]
 
     def release(self, span: Span) -> None:
         """Let go of the memory of a span's mapped pages; the views stay valid and read them again when used."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from cortiq_fcd.errors import CmfFormatError
 from cortiq_fcd.io.codecs import CODECS, PayloadError
 from cortiq_fcd.io.container import CmfFile, TensorRecord, payload_fault
-from cortiq_fcd.io.hashing import hash64
+from cortiq_fcd.io.hashing import Hasher, hash64
 from cortiq_fcd.io.header import section_hash
 
 __all__ = ["CmfModel", "TensorRecord", "open_model"]
@@ -88,9 +88,19 @@ class CmfModel:
         """The payload as a read-only view of the mapped file; KeyError for an unknown name. It outlives `close`."""
         return self._file_of[name].view(self.tensors[name].span)
 
-    def chunks(self, name: str) -> Iterator[memoryview]:
-        """The payload in pieces, read into one buffer that each piece overwrites: for copying with little memory."""
-        return self._file_of[name].chunks(self.tensors[name].span)
+    def chunks(self, name: str, *, check_hash: bool = False) -> Iterator[memoryview]:
+        """The payload in pieces, read into one buffer that each piece overwrites: for copying with little memory.
+
+        `check_hash`: CmfFormatError after the last piece if the payload does not have its recorded hash.
+        """
+        record, hasher = self.tensors[name], Hasher()
+        check_hash = check_hash and record.hash64 != 0
+        for piece in self._file_of[name].chunks(record.span):
+            if check_hash:
+                hasher.update(piece)
+            yield piece
+        if check_hash:
+            require_hash(record, hasher.digest())
 
     def decode(self, name: str, *, check_hash: bool = True) -> npt.NDArray[np.float32]:
         """The weights, a fresh array of the tensor's shape; KeyError for an unknown name.
@@ -103,11 +113,17 @@ class CmfModel:
         if check_hash and record.hash64:
             require_hash(record, hash64(payload))
         try:
+            return self.decode_payload(name, payload)
+        finally:
+            self._file_of[name].release(record.span)
+
+    def decode_payload(self, name: str, payload: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+        """The weights of a payload that was read by `chunks`, a fresh array; errors as `decode`, hash apart."""
+        record = self.tensors[name]
+        try:
             return CODECS[record.dtype].decode(payload, record.shape)
         except PayloadError as error:
             raise payload_fault(record, error) from None
-        finally:
-            self._file_of[name].release(record.span)
 
     def close(self) -> None:
         """Close the files; may be called twice. Views that `raw` handed out stay valid, decoded arrays are copies."""

@@ -6,6 +6,7 @@ stay exact for ever). Sequences of a batch move in step, so their prompts have t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -56,8 +57,8 @@ class Decoder:
         batch, length = ids.shape
         angles = self._positions(0, length)
         x = embed(ids, self.weights.embed, self.weights.plan.embed_multiplier)
-        for i in self._order:
-            x = final_norm(x, self.weights)[0] if i is None else self._layer_prompt(i, x, angles, batch)
+        for i, layer in self._layers():
+            x = self._between(x) if layer is None else self._layer_prompt(i, x, layer, angles, batch)
         self.position = length
         return head_rows(x.view(batch, length, -1)[:, -1], self.weights)
 
@@ -66,19 +67,47 @@ class Decoder:
         angles = self._positions(self.position, self.position + 1)
         x = embed(tokens, self.weights.embed, self.weights.plan.embed_multiplier)
         states = iter(self._states)
-        for i in self._order:
-            if i is None:
-                x = final_norm(x, self.weights)[0]
-            else:
-                x = self._layer_step(x, self.weights.layers[i], next(states), angles)
+        for _, layer in self._layers():
+            x = self._between(x) if layer is None else self._layer_step(x, layer, next(states), angles)
         self.position += 1
         return head_rows(x, self.weights)
+
+    def known(self, ids: Tensor, prefill: int) -> Tensor:
+        """`prompt` of the first `prefill` ids [B, T], then `step` for each of the others: [B, T - prefill, C] in all.
+
+        As no token depends on what the head says, all of them go through a layer before the next one is visited.
+        """
+        batch = ids.shape[0]
+        positions = range(prefill, ids.shape[1])
+        prompt_angles = self._positions(0, prefill)
+        angles = [self._positions(t, t + 1) for t in positions]
+        x, *rows = (
+            embed(part, self.weights.embed, self.weights.plan.embed_multiplier)
+            for part in (ids[:, :prefill], *(ids[:, t] for t in positions))
+        )
+        for i, layer in self._layers():
+            if layer is None:
+                x, rows = self._between(x), [self._between(row) for row in rows]
+                continue
+            x = self._layer_prompt(i, x, layer, prompt_angles, batch)
+            state = self._states.pop()
+            for t, row in enumerate(rows):
+                rows[t] = self._layer_step(row, layer, state, angles[t])
+        return torch.stack([head_rows(row, self.weights) for row in rows], 1)
+
+    def _between(self, x: Tensor) -> Tensor:
+        """From one loop of a looped model to the next."""
+        return final_norm(x, self.weights)[0]
 
     def _positions(self, start: int, stop: int) -> Angles:
         return {plan: rotation.rows(start, stop) for plan, rotation in self._angles.items()}
 
-    def _layer_prompt(self, index: int, x: Tensor, angles: Angles, batch: int) -> Tensor:
-        layer = self.weights.layers[index]
+    def _layers(self) -> Iterator[tuple[int, LayerWeights | None]]:
+        """Every visit of a pass: a layer with its number, or null between two loops."""
+        for i, layer in zip(self._order, self.weights.along(self._order, hold=True), strict=True):
+            yield (0 if i is None else i), layer
+
+    def _layer_prompt(self, index: int, x: Tensor, layer: LayerWeights, angles: Angles, batch: int) -> Tensor:
         n1, _ = input_norm(x, layer)
         if isinstance(layer.mixer, DeltaNetWeights):
             mixed, state, _ = delta_net.delta_net_fwd(n1, layer.mixer, batch)
@@ -162,9 +191,7 @@ def served_hidden(replica: Replica, ids: Tensor, prefill: int, *, student: bool,
     """What the head multiplies, [B, T - prefill, C], at positions prefill .. T - 1 of ids [B, T], fed one by one after
     an exact pass over the first `prefill` tokens: what a runtime computes.
     """
-    decoder = Decoder(replica, student=student, served=served, capacity=ids.shape[1])
-    decoder.prompt(ids[:, :prefill])
-    return torch.stack([decoder.step(ids[:, t]) for t in range(prefill, ids.shape[1])], 1)
+    return Decoder(replica, student=student, served=served, capacity=ids.shape[1]).known(ids, prefill)
 
 
 def _until_eos(ids: list[int], eos_ids: tuple[int, ...]) -> list[int]:

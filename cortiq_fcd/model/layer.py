@@ -73,14 +73,28 @@ def layer_fwd(
     x: Tensor, weights: LayerWeights, angles: Angles, batch: int, o1: O1Attention | None
 ) -> tuple[Tensor, LayerSaved]:
     """y [N, C]. `o1` null: exact attention."""
+    h1, norm, mixer = _mixed(x, weights, angles, batch, o1)
+    y, ffn = feed_forward(h1, weights)
+    return y, LayerSaved(norm, mixer, ffn)
+
+
+def layer_saved(x: Tensor, weights: LayerWeights, angles: Angles, batch: int, o1: O1Attention | None) -> LayerSaved:
+    """What `layer_fwd` saves, without y."""
+    h1, norm, mixer = _mixed(x, weights, angles, batch, o1)
+    return LayerSaved(norm, mixer, _activation(h1, weights))
+
+
+def _mixed(
+    x: Tensor, weights: LayerWeights, angles: Angles, batch: int, o1: O1Attention | None
+) -> tuple[Tensor, rmsnorm.Saved, attention.Saved | delta_net.Saved]:
+    """h1 [N, C]."""
     n1, norm = input_norm(x, weights)
     mixer: attention.Saved | delta_net.Saved
     if isinstance(weights.mixer, DeltaNetWeights):
         mixed, _, mixer = delta_net.delta_net_fwd(n1, weights.mixer, batch)
     else:
         mixed, mixer = attention.attention_fwd(n1, weights.mixer, angles, batch, o1)
-    y, ffn = feed_forward(mixed.add_(x), weights)
-    return y, LayerSaved(norm, mixer, ffn)
+    return mixed.add_(x), norm, mixer
 
 
 def layer_bwd(dy: Tensor, saved: LayerSaved, weights: LayerWeights, angles: Angles, grads: Trainable | None) -> Tensor:
@@ -105,10 +119,16 @@ def input_norm(x: Tensor, weights: LayerWeights) -> tuple[Tensor, rmsnorm.Saved]
 
 def feed_forward(h1: Tensor, weights: LayerWeights) -> tuple[Tensor, FfnSaved]:
     """y = h1 + down(silu(gate n2) * up n2), n2 = rmsnorm(h1)."""
+    saved = _activation(h1, weights)
+    return linear_fwd(saved.act, weights.down).add_(h1), saved
+
+
+def _activation(h1: Tensor, weights: LayerWeights) -> FfnSaved:
+    """All of the feed-forward block but its last product."""
     n2, norm = rmsnorm.rmsnorm_fwd(h1, weights.post_norm, weights.norm.eps, plus_one=weights.norm.plus_one)
     gate, up = linear_fwd(n2, weights.gate_up).chunk(2, dim=1)
     act, act_saved = swiglu.swiglu_fwd(gate, up)
-    return linear_fwd(act, weights.down).add_(h1), FfnSaved(norm, n2, act_saved, act)
+    return FfnSaved(norm, n2, act_saved, act)
 
 
 def _feed_forward_bwd(dy: Tensor, saved: FfnSaved, weights: LayerWeights, grads: Trainable | None) -> Tensor:

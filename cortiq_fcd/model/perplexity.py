@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cortiq_fcd.kernels.ce_kl import nll_sum
 from cortiq_fcd.model.ranks import ALONE, Ranks, share
-from cortiq_fcd.model.replica import Replica, hidden_states
+from cortiq_fcd.model.replica import Replica, hidden_batches
 from cortiq_fcd.model.windows import Ids, validation_offsets, windows
 
 
@@ -39,14 +39,16 @@ def perplexity_at(
     `keep` is shown what the head multiplies, [B * seq, C], batch by batch of this rank's.
     """
     weights = replica.weights if student else replica.teacher
+    device = replica.weights.embed.device
+    own, size = list(share(ranks, offsets)), batch // ranks.world
+    batches = [windows(ids, own[start : start + size], seq, device) for start in range(0, len(own), size)]
+    seal = replica.conversion.seal if student else None
     total = 0.0
-    own, batch = list(share(ranks, offsets)), batch // ranks.world
-    for start in range(0, len(own), batch):
-        inputs, targets = windows(ids, own[start : start + batch], seq, replica.weights.embed.device)
-        hidden = hidden_states(replica, inputs, student=student, seal=replica.conversion.seal if student else None)
+    hidden = hidden_batches(replica, [inputs for inputs, _ in batches], student=student, seal=seal)
+    for rows, (_, targets) in zip(hidden, batches, strict=True):
         if keep is not None:
-            keep(hidden)
-        total += nll_sum(hidden, weights.head, targets.reshape(-1), softcap=weights.plan.logit_softcap)
+            keep(rows)
+        total += nll_sum(rows, weights.head, targets.reshape(-1), softcap=weights.plan.logit_softcap)
     mean = ranks.sum([total])[0] / (len(offsets) * seq)
     # exp overflows past 709 nats, which only a broken model reaches.
     return math.exp(mean) if mean < 700 else math.inf

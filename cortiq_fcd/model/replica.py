@@ -7,8 +7,10 @@ are then one pass over memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,11 +18,17 @@ from torch import Tensor
 from cortiq_fcd.kernels import rmsnorm
 from cortiq_fcd.kernels.ce_kl import Loss, ce_kl
 from cortiq_fcd.kernels.rope import rotation
-from cortiq_fcd.model.attention import Angles, AttentionWeights, O1Attention
+from cortiq_fcd.model.attention import Angles, O1Attention
 from cortiq_fcd.model.clock import Clock
 from cortiq_fcd.model.conversion import Conversion, is_exact, landmark_count
 from cortiq_fcd.model.layer import LayerSaved, Trainable, embed, layer_bwd, layer_fwd
+from cortiq_fcd.model.mixers import AttentionPlan
+from cortiq_fcd.model.plan import ModelPlan
+from cortiq_fcd.model.recompute import Recomputed
 from cortiq_fcd.model.weights import FrozenWeights
+
+Kept: TypeAlias = LayerSaved | Recomputed | rmsnorm.Saved
+"""What a visit leaves for the backward."""
 
 
 def _nothing(layer: int) -> None:
@@ -53,21 +61,19 @@ class Replica:
     masters: Masters
     gradient: Masters
     clock: Clock = field(default_factory=Clock)
-
-    @property
-    def shared_layers(self) -> int:
-        """Layers, from the bottom, that teacher and student compute alike."""
-        return min(self.conversion.layers) if self.teacher is self.weights else 0
+    recomputed: frozenset[int] = frozenset()  # layers whose activations are computed again instead of kept
 
     @property
     def student(self) -> FrozenWeights:
         """The weights with the trained tensors replaced by their masters."""
-        layers = list(self.weights.layers)
+        layers, streaming = list(self.weights.layers), self.weights.streaming
         for i, own in self.masters.layers.items():
             layers[i] = replace(
                 layers[i], input_norm=own.input_norm, post_norm=own.post_norm, gate_up=own.gate_up, down=own.down
             )
-        return replace(self.weights, layers=tuple(layers))
+        if streaming is not None:
+            streaming = streaming.without(frozenset((i, "ffn") for i in self.masters.layers))
+        return replace(self.weights, layers=tuple(layers), streaming=streaming)
 
     def o1(self, seal: int, tokens: int) -> O1Attention | None:
         """The O(1) kernel for windows of `tokens` sealed after `seal`; null when such windows stay exact."""
@@ -78,11 +84,16 @@ class Replica:
 
 
 def new_replica(
-    weights: FrozenWeights, conversion: Conversion, teacher: FrozenWeights | None = None, *, parts: int = 1
+    weights: FrozenWeights,
+    conversion: Conversion,
+    teacher: FrozenWeights | None = None,
+    recomputed: frozenset[int] = frozenset(),
+    *,
+    parts: int = 1,
 ) -> Replica:
     """A replica whose masters start as the frozen weights; its flat buffers can be cut into `parts` equal ones."""
     masters, gradient = (_flat_views(weights, conversion.layers, parts) for _ in range(2))
-    replica = Replica(weights, teacher or weights, conversion, masters, gradient)
+    replica = Replica(weights, teacher or weights, conversion, masters, gradient, recomputed=recomputed)
     reset_masters(replica)
     return replica
 
@@ -93,21 +104,20 @@ def reset_masters(replica: Replica) -> None:
         frozen = replica.weights.layers[i]
         own.input_norm.copy_(frozen.input_norm)
         own.post_norm.copy_(frozen.post_norm)
-        own.gate_up.copy_(frozen.gate_up)
-        own.down.copy_(frozen.down)
+        replica.weights.copy_ffn(i, own.gate_up, own.down)
 
 
 def _flat_views(weights: FrozenWeights, trained: tuple[int, ...], parts: int) -> Masters:
     """A flat buffer with room for the trainable tensors of the given layers, in the recipe's order."""
-    sizes = {i: [(layer := weights.layers[i]).input_norm, layer.post_norm, layer.gate_up, layer.down] for i in trained}
-    numbers = [t.numel() for tensors in sizes.values() for t in tensors]
+    shapes = {i: _trainable_shapes(weights.plan, i) for i in trained}
+    numbers = [math.prod(shape) for own_shapes in shapes.values() for shape in own_shapes]
     padded = weights.embed.new_zeros(-(-sum(numbers) // parts) * parts)
     flat = padded[: sum(numbers)]
     pieces = iter(torch.split(flat, numbers))
     layers: dict[int, Trainable] = {}
     named: dict[str, Tensor] = {}
-    for i, tensors in sizes.items():
-        own = Trainable(*(next(pieces).view(t.shape) for t in tensors))
+    for i, own_shapes in shapes.items():
+        own = Trainable(*(next(pieces).view(shape) for shape in own_shapes))
         layers[i] = own
         gate, up = own.gate_up.chunk(2)
         values = (own.input_norm, own.post_norm, gate, up, own.down)
@@ -115,9 +125,15 @@ def _flat_views(weights: FrozenWeights, trained: tuple[int, ...], parts: int) ->
     return Masters(padded, flat, layers, named)
 
 
+def _trainable_shapes(plan: ModelPlan, index: int) -> list[tuple[int, ...]]:
+    """Shapes of a layer's `Trainable`."""
+    input_norm, post_norm, gate, up, down = (plan.shapes[name] for name in plan.layers[index].trainable)
+    return [input_norm, post_norm, (gate[0] + up[0], gate[1]), down]
+
+
 def rotations(weights: FrozenWeights, positions: int) -> Angles:
     """The rotations of every rotary plan of the model, for positions 0 .. positions - 1."""
-    plans = {layer.mixer.plan.rotary for layer in weights.layers if isinstance(layer.mixer, AttentionWeights)}
+    plans = {layer.mixer.rotary for layer in weights.plan.layers if isinstance(layer.mixer, AttentionPlan)}
     return {plan: rotation(positions, plan.frequencies, plan.magnitude, like=weights.embed) for plan in plans}
 
 
@@ -148,11 +164,29 @@ def hidden_states(replica: Replica, ids: Tensor, *, student: bool, seal: int | N
     The teacher runs its frozen weights with exact attention. The student runs the masters; its converted layers run the
     O(1) kernel sealed after `seal` tokens (null: exact attention everywhere).
     """
+    return next(hidden_batches(replica, [ids], student=student, seal=seal))
+
+
+def hidden_batches(
+    replica: Replica, batches: Sequence[Tensor], *, student: bool, seal: int | None = None
+) -> Iterator[Tensor]:
+    """`hidden_states` of several ids [B, T], T being the same, with one pass over the layers for all of them."""
     weights = replica.student if student else replica.teacher
-    o1 = replica.o1(seal, ids.shape[1]) if student and seal is not None else None
-    x = embed(ids, weights.embed, weights.plan.embed_multiplier)
-    x = _run(x, weights, list(visits(weights)), ids, o1, replica.conversion.converted)
-    return head_rows(x, weights)
+    positions = batches[0].shape[1]
+    o1 = replica.o1(seal, positions) if student and seal is not None else None
+    angles = rotations(weights, positions)
+    xs = [embed(ids, weights.embed, weights.plan.embed_multiplier) for ids in batches]
+    order = list(visits(weights))
+    for i, layer in zip(order, weights.along(order, hold=True), strict=True):
+        for k, ids in enumerate(batches):
+            if layer is None:
+                xs[k] = final_norm(xs[k], weights)[0]
+            else:
+                here = o1 if i in replica.conversion.converted else None
+                xs[k] = layer_fwd(xs[k], layer, angles, ids.shape[0], here)[0]
+    xs.reverse()
+    while xs:
+        yield head_rows(xs.pop(), weights)
 
 
 def _run(
@@ -162,19 +196,23 @@ def _run(
     ids: Tensor,
     o1: O1Attention | None,
     converted: tuple[int, ...],
-    saved: list[LayerSaved | rmsnorm.Saved] | None = None,
+    saved: list[Kept] | None = None,
+    recomputed: frozenset[int] = frozenset(),
 ) -> Tensor:
     """Rows [B * T, C] after the visits in `order`; with `saved`, what the backward of each needs is appended there."""
     angles = rotations(weights, ids.shape[1])
-    for i in order:
-        if i is None:
+    for i, layer in zip(order, weights.along(order), strict=True):
+        if layer is None:
             x, norm_saved = final_norm(x, weights)
             if saved is not None:
                 saved.append(norm_saved)
             continue
-        x, layer_saved = layer_fwd(x, weights.layers[i], angles, ids.shape[0], o1 if i in converted else None)
+        here = o1 if i in converted else None
+        y, layer_saved = layer_fwd(x, layer, angles, ids.shape[0], here)
         if saved is not None:
-            saved.append(layer_saved)
+            saved.append(Recomputed(x, ids.shape[0], here) if i in recomputed else layer_saved)
+        del layer_saved  # or it would live on while the next layer runs
+        x = y
     return x
 
 
@@ -186,24 +224,28 @@ def loss_and_gradient(
     `layer_done` is called for each trained layer, from the top down, as soon as its gradient is final.
     """
     student, teacher = replica.student, replica.teacher
-    order, shared = list(visits(student)), replica.shared_layers
+    student.release()
+    teacher.release()
+    # What lies below the first trained layer needs no backward; a teacher that is the same model shares it.
+    order, below = list(visits(student)), min(replica.conversion.layers)
     converted = replica.conversion.converted
     clock = replica.clock
     with clock("shared"):
         x = embed(ids, student.embed, student.plan.embed_multiplier)
-        x = _run(x, student, order[:shared], ids, None, ())
+        x = _run(x, student, order[:below], ids, None, ())
     with clock("teacher"):
         if teacher is replica.weights:
-            teacher_x = _run(x, teacher, order[shared:], ids, None, ())
+            teacher_x = _run(x, teacher, order[below:], ids, None, ())
         else:
             teacher_x = embed(ids, teacher.embed, teacher.plan.embed_multiplier)
             teacher_x = _run(teacher_x, teacher, list(visits(teacher)), ids, None, ())
         teacher_rows = head_rows(teacher_x, teacher)
         del teacher_x
 
-    saved: list[LayerSaved | rmsnorm.Saved] = []
+    saved: list[Kept] = []
+    o1 = replica.o1(replica.conversion.seal, ids.shape[1])
     with clock("student"):
-        x = _run(x, student, order[shared:], ids, replica.o1(replica.conversion.seal, ids.shape[1]), converted, saved)
+        x = _run(x, student, order[below:], ids, o1, converted, saved, replica.recomputed)
         rows, norm_saved = final_norm(x, student)
         multiplier = student.plan.logit_multiplier
     with clock("head"):
@@ -219,7 +261,7 @@ def loss_and_gradient(
         )
     with clock("backprop"):
         dx = rmsnorm.rmsnorm_bwd(loss.dhidden * multiplier, norm_saved).dx
-        _backward(dx, replica, student, order[shared:], ids.shape[1], saved, layer_done)
+        _backward(dx, replica, student, order[below:], ids.shape[1], saved, layer_done)
     return loss
 
 
@@ -229,29 +271,32 @@ def _backward(
     student: FrozenWeights,
     order: list[int | None],
     positions: int,
-    saved: list[LayerSaved | rmsnorm.Saved],
+    saved: list[Kept],
     layer_done: Callable[[int], None],
 ) -> None:
     """Fill `replica.gradient` from the gradient of the last layer's output. `saved` is emptied."""
     angles = rotations(student, positions)
     seen: set[int] = set()
-    for visit in reversed(range(len(order))):
-        i = order[visit]
+    backwards = order[::-1]
+    for visit, (i, layer) in enumerate(zip(backwards, student.along(backwards), strict=True)):
         # Popping frees a layer's activations as soon as they have been used.
         part = saved.pop()
-        if i is None or isinstance(part, rmsnorm.Saved):
+        if i is None or layer is None or isinstance(part, rmsnorm.Saved):
             assert isinstance(part, rmsnorm.Saved)
             dx = rmsnorm.rmsnorm_bwd(dx, part).dx
             continue
+        if isinstance(part, Recomputed):
+            with replica.clock("recompute"):
+                part = part.saved(layer, angles)
         grads = replica.gradient.layers.get(i)
         if grads is not None and i in seen:
             # A looped model visits a layer again: its gradients add up.
             again = Trainable(*(torch.empty_like(t) for t in grads))
-            dx = layer_bwd(dx, part, student.layers[i], angles, again)
+            dx = layer_bwd(dx, part, layer, angles, again)
             for total, more in zip(grads, again, strict=True):
                 total.add_(more)
         else:
-            dx = layer_bwd(dx, part, student.layers[i], angles, grads)
+            dx = layer_bwd(dx, part, layer, angles, grads)
         seen.add(i)
-        if grads is not None and i not in order[:visit]:
+        if grads is not None and i not in backwards[visit + 1 :]:
             layer_done(i)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from numpy.typing import NDArray
 from torch import Tensor
 
 from cortiq_fcd.io.layout import DType
+from cortiq_fcd.io.tensor_file import StoredVector
 from cortiq_fcd.model.replica import Replica
 
 
@@ -135,15 +136,19 @@ class TrainingRecord:
     steps: tuple[Step, ...]
 
 
+Vector: TypeAlias = Tensor | StoredVector
+"""Numbers [P] in memory or in a file."""
+
+
 @dataclass(frozen=True)
 class TrainingState:
     """All that the polish loop needs to go on: flat masters and moments [P], and the best state (null: step 0's)."""
 
     record: TrainingRecord
-    masters: Tensor
-    first: Tensor
-    second: Tensor
-    best: Tensor | None
+    masters: Vector
+    first: Vector
+    second: Vector
+    best: Vector | None
 
 
 class Keeper(Protocol):
@@ -153,7 +158,7 @@ class Keeper(Protocol):
         """Whether the state should be saved now, behind a step (`evaluated`: behind a validation)."""
 
     def keep(self, state: TrainingState) -> None:
-        """Copy the state before returning, and save it. Raises Interrupted when the run was asked to stop."""
+        """Take the state before returning, and save it. Raises Interrupted when the run was asked to stop."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,13 @@ def peak_resident_bytes() -> int | None:
 
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024
+
+
+def trim() -> None:
+    """Give memory that was freed back to the system, where the C library can be asked to (glibc)."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def available_bytes() -> int | None:

@@ -2,6 +2,7 @@
 
     OUT.partial/checkpoint-000007.safetensors    masters, both moments, the best state: flat f32 vectors
     OUT.partial/checkpoint-000007.json           everything else, and both hashes; written last: the mark of a whole one
+    OUT.partial/best-000025.safetensors          the best state of step 25, while a run with a memory budget is at work
     OUT.partial/lock                             held while a run is at work
     OUT.partial/out.json                         the record of the OUT that is being written
 
@@ -22,15 +23,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
 from pydantic import TypeAdapter, ValidationError
 
 from cortiq_fcd.errors import ConfigError, CortiqError, ResourceError
 from cortiq_fcd.io.atomic import write_atomically
 from cortiq_fcd.io.hashing import hash64
 from cortiq_fcd.io.paths import is_regular
-from cortiq_fcd.io.tensor_file import F32, read_tensors, write_tensors
-from cortiq_fcd.stages.artefacts import Before, TrainingRecord, TrainingState
+from cortiq_fcd.io.tensor_file import F32, StoredVector, open_tensors, write_tensors
+from cortiq_fcd.stages.artefacts import Before, TrainingRecord, TrainingState, Vector
 
 try:
     import fcntl
@@ -43,8 +43,8 @@ GENERATIONS = 2
 PROCESSES, THREADS = "the number of processes", "the number of threads"
 UNKNOWN = "not known yet"  # a fact of an identity that agrees with every other
 _NAME = re.compile(r"checkpoint-(\d{6,})\.json")
-_TENSORS = re.compile(r"checkpoint-(\d{6,})\.safetensors")
-_TEMPORARY = re.compile(r"\.(checkpoint-\d{6,}\.(json|safetensors)|out\.json)\.[0-9a-f]{16}\.partial")
+_TENSORS = re.compile(r"(checkpoint|best)-(\d{6,})\.safetensors")
+_TEMPORARY = re.compile(r"\.((checkpoint|best)-\d{6,}\.(json|safetensors)|out\.json)\.[0-9a-f]{16}\.partial")
 _CHECKPOINT_BEGINS, _OUT_BEGINS = b'{"hash64":', b'{"identity":'
 _MOST_TENSORS_HEADER = 1 << 12  # bytes; those of ours name four tensors
 
@@ -110,7 +110,7 @@ class Checkpoints:
         self._failure: Exception | None = None
 
     def find(self) -> Found:
-        """The newest usable checkpoint; its tensors are read and checked."""
+        """The newest usable checkpoint; its tensors are checked, and stay in the file until they are wanted."""
         damaged = _unfinished(self.folder)
         differences: tuple[str, ...] = ()
         for path in _newest_first(self.folder):
@@ -123,8 +123,7 @@ class Checkpoints:
                 tensors_path = path.with_suffix(".safetensors")
                 if os.path.lexists(tensors_path) and not is_regular(tensors_path):
                     raise ValueError(f"{tensors_path.name} is not a regular file")
-                tensors = read_tensors(tensors_path, body.tensors_hash64)
-                state = _state(body.record, tensors)
+                state = _state(body.record, open_tensors(tensors_path, body.tensors_hash64))
             except (ValueError, KeyError, OSError) as error:
                 damaged.append(f"{path.with_suffix('')} is damaged or incomplete ({_first_line(error)})")
                 continue
@@ -151,18 +150,26 @@ class Checkpoints:
             try:
                 yield
             finally:
+                for best in self.folder.glob("best-*.safetensors"):  # checkpoints hold copies
+                    _unlink_ours(best)
                 writing = self._thread is not None and self._thread.is_alive()
                 if not writing and [path.name for path in self.folder.glob("*")] == ["lock"]:
                     _remove(self.folder)
 
-    def save(self, state: TrainingState, before: Before) -> None:
-        """Copy the state and write it in the background. Raises what the previous write raised, as `wait` does."""
+    def save(self, state: TrainingState, before: Before, *, copies: bool = True) -> None:
+        """Copy the state and write it in the background, or write it at once where there is no memory for `copies`.
+
+        Raises what the previous write raised, as `wait` does.
+        """
         self.wait()
         tensors = {"masters": state.masters, "first": state.first, "second": state.second}
-        copies: dict[str, F32] = {name: tensor.to("cpu", copy=True).numpy() for name, tensor in tensors.items()}
+        vectors = {name: _on_cpu(vector, copy=copies) for name, vector in tensors.items()}
         if state.best is not None:
-            copies["best"] = state.best.cpu().numpy()  # a best state is replaced, never changed
-        self._thread = threading.Thread(target=self._write, args=(state.record, copies, before), daemon=True)
+            vectors["best"] = _on_cpu(state.best, copy=False)  # a best state is replaced, never changed
+        if not copies:
+            self._write(state.record, vectors, before)
+            return
+        self._thread = threading.Thread(target=self._write, args=(state.record, vectors, before), daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -205,7 +212,7 @@ class Checkpoints:
             return [f"{self.folder} could not be removed ({error.strerror})"]
         return [f"{self.folder} holds files that are not this program's: it stays"] if self.folder.exists() else []
 
-    def _write(self, record: TrainingRecord, tensors: dict[str, F32], before: Before) -> None:
+    def _write(self, record: TrainingRecord, tensors: dict[str, F32 | StoredVector], before: Before) -> None:
         try:
             path = _free_name(self.folder)
             tensors_hash = write_tensors(path.with_suffix(".safetensors"), tensors)
@@ -324,10 +331,13 @@ def _read_body(path: Path) -> Body:
         raise ValueError(f"{path.name}: {_first_line(error)}") from None
 
 
-def _state(record: TrainingRecord, tensors: Mapping[str, F32]) -> TrainingState:
-    masters, first, second = (torch.from_numpy(tensors[name]) for name in ("masters", "first", "second"))
-    best = torch.from_numpy(tensors["best"]) if record.best is not None and record.best.step else None
-    return TrainingState(record, masters, first, second, best)
+def _state(record: TrainingRecord, stored: Mapping[str, StoredVector]) -> TrainingState:
+    best = stored["best"] if record.best is not None and record.best.step else None
+    return TrainingState(record, stored["masters"], stored["first"], stored["second"], best)
+
+
+def _on_cpu(vector: Vector, *, copy: bool) -> F32 | StoredVector:
+    return vector if isinstance(vector, StoredVector) else vector.to("cpu", copy=copy).numpy()
 
 
 def _differences(recorded: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:

@@ -84,6 +84,9 @@ class ComputeConfig(_Config):
         description="of the factors of matrix products; auto is f32: bf16 is faster and learns a little worse",
     )
     threads: int | None = Field(default=None, ge=1, description="CPU threads; default: all the process may use")
+    memory_budget: int | None = Field(
+        default=None, ge=1, le=2**62, description="bytes of memory to live in, at the cost of time; default: no limit"
+    )
 
 
 class OutputConfig(_Config):

@@ -2,63 +2,46 @@
 
 from __future__ import annotations
 
-import math
 import shutil
-import time
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from cortiq_fcd.errors import ResourceError
-from cortiq_fcd.kernels.ce_kl import CHUNK_BYTES, COPIES, nll_sum
-from cortiq_fcd.model.adamw import adamw_step, gradient_norm, new_moments
-from cortiq_fcd.model.conversion import Conversion
-from cortiq_fcd.model.decode import Decoder
-from cortiq_fcd.model.plan import ModelPlan
-from cortiq_fcd.model.replica import Replica, hidden_states, loss_and_gradient
-from cortiq_fcd.model.windows import FINAL_ROUNDS, QUICK_ROUNDS
-from cortiq_fcd.stages.capacity import available_bytes, resident_bytes
-from cortiq_fcd.stages.config import TrainConfig
-from cortiq_fcd.stages.miniature import Miniatures, peak_bytes, seconds
+from cortiq_fcd.kernels.ce_kl import CHUNK_BYTES, COPIES
+from cortiq_fcd.model.windows import FINAL_ROUNDS
+from cortiq_fcd.stages.capacity import available_bytes, peak_resident_bytes, resident_bytes, trim
+from cortiq_fcd.stages.durations import Time
+from cortiq_fcd.stages.miniature import peak_bytes
+from cortiq_fcd.stages.savings import Savings, buffer_bytes, ladder, no_savings, streamed_bytes, unused_parts
+from cortiq_fcd.stages.works import Sizes, decode, miniatures, step, validate
 
 WORD_BYTES = 4
 # Checkpoints on disk at once: two that are kept, and the one being written; each of masters, two moments, best state.
 GENERATIONS, VECTORS = 3, 4
-# What libraries take when they first work: product workspaces, thread stacks, decoders.
 MANY_POSITIONS = 1 << 16  # of a step: beyond, trying one out takes long
-WORKSPACE_BYTES = 24 << 20
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What the cost of a polish depends on."""
-
-    plan: ModelPlan
-    teacher_plan: ModelPlan | None
-    conversion: Conversion
-    train: TrainConfig
-    prompts: int  # of the gate; 0: it does not run
-    prompt_tokens: int
-    new_tokens: int
-
-    @property
-    def trained(self) -> int:
-        """Weights that are trained."""
-        names = [name for i in self.conversion.layers for name in self.plan.layers[i].trainable]
-        return sum(_count(self.plan.shapes[name]) for name in names)
+# Buffers of files that are read and written, and the like.
+WORKSPACE_BYTES = 16 << 20
+# Of a budget, left free for what the estimate can't see: memory that was freed and can't be used again.
+MARGIN = 0.04
+STEP_BYTES = 10**7
+HELD = 0.9  # share of the room that evaluations may fill: what they hold lies between what they work on
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. `peak` is the most that is in use at once: checkpoint copies and evaluations have their own moments."""
+    """Bytes. `peak` is the most that is in use at once: checkpoint copies and evaluations have their own moments.
+
+    `buffers` are those that streamed weights are read into; `room` is what a budget leaves evaluations to hold some.
+    """
 
     process: int
     frozen: int
     teacher: int
+    buffers: int
     masters: int
     gradient: int
     moments: int
@@ -70,43 +53,91 @@ class Memory:
     peak: int
     in_use: int
     available: int | None
+    ahead: int = 0  # `peak` from now on: it leaves out what was in use and is free again
+    budget: int | None = None
+    room: int = 0
+
+    @property
+    def always(self) -> int:
+        """What is there in steps and in evaluations alike."""
+        weights = self.masters + self.gradient + self.moments + self.best
+        return self.process + self.frozen + self.teacher + self.buffers + weights
 
     @property
     def fits(self) -> bool:
         """Whether what is still to be allocated is there."""
-        return self.available is None or self.peak - self.in_use <= self.available
+        return self.available is None or self.ahead - self.in_use <= self.available
 
 
-def memory(sizes: Sizes, device: torch.device) -> Memory:
+@dataclass(frozen=True)
+class Costs:
+    """Bytes, as tried out: what the process has in use, had at most, and can still have; the most that is alive in a
+    step on the deepest trained layer alone, what every other layer adds, and the most of an evaluation.
+    """
+
+    in_use: int
+    peak: int
+    available: int | None
+    alone: float
+    each: Mapping[int, float]
+    evaluation: int
+
+
+def measure(sizes: Sizes, device: torch.device) -> Costs:
+    """Try out a step and evaluations on miniatures. What libraries keep after that is part of what is in use."""
+    peak = (peak_resident_bytes() or 0) if device.type == "cpu" else 0
+    alone, each = miniatures(sizes, device, blank=True).of_each(step(sizes.train, device), peak_bytes)
+    evaluation = _evaluation_bytes(sizes, device)
+    trim()
+    in_use, available = _machine(device)
+    return Costs(in_use, peak, available, alone, each, evaluation)
+
+
+def add_up(sizes: Sizes, costs: Costs, savings: Savings) -> Memory:
     """The memory of a run: the device's if it is an accelerator, else the machine's."""
+    plan, train = sizes.plan, sizes.train
     weights = sizes.trained * WORD_BYTES
-    frozen = sizes.plan.params * WORD_BYTES
-    teacher = sizes.teacher_plan.params * WORD_BYTES if sizes.teacher_plan else 0
-    in_use, available = _machine(device)  # before trying things out, which leaves some memory in use
-    activations, evaluation = _work_bytes(sizes, device)
-    process = in_use + WORKSPACE_BYTES
-    train = sizes.train
+    used = savings.streamed - unused_parts(sizes.conversion, sizes.teacher_plan)
+    frozen = plan.params * WORD_BYTES - streamed_bytes(plan, savings.streamed)
+    buffers = buffer_bytes(plan, used)
+    teacher = 0
+    if sizes.teacher_plan is not None:
+        teacher = sizes.teacher_plan.params * WORD_BYTES - streamed_bytes(sizes.teacher_plan, savings.teacher_streamed)
+        buffers += buffer_bytes(sizes.teacher_plan, savings.teacher_streamed)
+    if buffers:
+        buffers += sizes.unpack_bytes
+    inputs = plan.num_loops * train.batch * train.seq * plan.hidden_size * WORD_BYTES
+    activations = int(
+        costs.alone + sum(min(inputs, cost) if i in savings.recomputed else cost for i, cost in costs.each.items())
+    )
     # With steps behind a checkpoint, its copy is still being written while they run.
     overlaps = 0 < train.eval_every < train.steps or train.steps > 25
-    copy = 3 * weights
-    training = 4 * weights + weights + (activations + copy if overlaps else max(activations, copy))
-    judging = 2 * weights + evaluation
-    return Memory(
-        process=process,
+    copy, best = (0, 0) if savings.on_disk else (3 * weights, weights)
+    at_work = activations + copy if overlaps else max(activations, copy)
+    needed = Memory(
+        process=costs.in_use + WORKSPACE_BYTES,
         frozen=frozen,
         teacher=teacher,
+        buffers=buffers,
         masters=weights,
         gradient=weights,
         moments=2 * weights,
-        best=weights,
+        best=best,
         activations=activations,
         logits=min(CHUNK_BYTES, train.batch * train.seq * sizes.plan.vocab_size * WORD_BYTES * COPIES),
         checkpoint_copy=copy,
-        evaluation=evaluation,
-        peak=process + frozen + teacher + max(training, judging),
-        in_use=in_use,
-        available=available,
+        evaluation=costs.evaluation,
+        peak=0,
+        in_use=costs.in_use,
+        available=costs.available,
     )
+    ahead = needed.always + max(at_work, costs.evaluation)
+    return replace(needed, peak=max(ahead, costs.peak), ahead=ahead)
+
+
+def memory(sizes: Sizes, device: torch.device) -> Memory:
+    """The memory of a run without a budget."""
+    return add_up(sizes, measure(sizes, device), no_savings(sizes.conversion, sizes.teacher_plan))
 
 
 @dataclass(frozen=True)
@@ -125,96 +156,75 @@ def disk(sizes: Sizes, out: Path, out_bytes: int) -> Disk:
 
 
 @dataclass(frozen=True)
-class Time:
-    """Seconds, measured on this machine as busy as it is. `total` has every validation judged by the gate."""
-
-    step: float
-    validation: float
-    gate: float
-    before: float
-    after: float
-    total: float
-
-
-def duration(sizes: Sizes, device: torch.device) -> Time:
-    """The time of a run, from the time of a few layers."""
-    train, c = sizes.train, sizes.conversion
-    of_all = _miniatures(sizes, device, blank=False).of_all
-    step = of_all(_step(train, device), seconds) + _optimizer_seconds(sizes, device)
-    window_batch = of_all(partial(_validate, train), seconds)
-    gate = (
-        _decode_seconds(sizes, device, sizes.prompts, sizes.prompt_tokens, sizes.new_tokens) if sizes.prompts else 0.0
-    )
-    windows = FINAL_ROUNDS * train.batch
-    served = _decode_seconds(sizes, device, windows, c.seal, train.seq - c.seal) if c.seal < train.seq else 0.0
-    # The six rounds, and windows that nothing touched; see `evaluate`. After training the teacher's rows once more.
-    teacher = (FINAL_ROUNDS + QUICK_ROUNDS) * window_batch
-    before = 2 * gate + teacher + teacher + served
-    after = teacher + served + FINAL_ROUNDS * window_batch
-    validation = QUICK_ROUNDS * window_batch
-    evaluations = 1 + (train.steps // train.eval_every if train.eval_every else 0)
-    evaluations += not train.eval_every or train.steps % train.eval_every != 0
-    total = before + train.steps * step + evaluations * (validation + gate) + after
-    return Time(step, validation, gate, before, after, total)
-
-
-def _validate(train: TrainConfig, replica: Replica) -> None:
-    """One batch of windows, as `perplexity_at` runs them."""
-    ids = _ids(train.batch, train.seq, replica.weights.embed.device)
-    hidden = hidden_states(replica, ids, student=True, seal=replica.conversion.seal)
-    nll_sum(hidden, replica.weights.head, ids.reshape(-1), softcap=replica.weights.plan.logit_softcap)
-
-
-def _decode_seconds(sizes: Sizes, device: torch.device, batch: int, prompt: int, tokens: int) -> float:
-    """A prompt pass and `tokens` more: the pass and one token are measured, and four more of them."""
-    of_all = _miniatures(sizes, device, blank=False).of_all
-    first = of_all(_decode(batch, prompt, prompt + tokens, 1), seconds)
-    more = of_all(_decode(batch, prompt, prompt + tokens, 5), seconds)
-    return first + max(0.0, more - first) / 4 * (tokens - 1)
-
-
-def _optimizer_seconds(sizes: Sizes, device: torch.device) -> float:
-    """Clip and AdamW over all trained weights, from a part of them that no cache holds."""
-    part = min(sizes.trained, 1 << 24)
-    weights = torch.zeros(part, device=device)
-    gradient, state = torch.ones_like(weights), new_moments(weights)
-    best = math.inf
-    for _ in range(2):
-        began = time.perf_counter()
-        adamw_step(weights, gradient, state, 1e-6, gradient_norm(gradient))
-        best = min(best, time.perf_counter() - began)
-    return best * sizes.trained / part
-
-
-@dataclass(frozen=True)
 class Forecast:
-    """What --dry-run tells. `fits` is empty, or says what would fit where the run does not."""
+    """What --dry-run tells. `savings` says how memory is saved; `fits` is empty, or says what would fit instead."""
 
     layers: list[int]
     trainable_params: int
     resumes_after_step: int | None
     memory: Memory
+    savings: str
     disk: Disk
     time: Time
     fits: str
     warnings: list[str]
 
 
-def check_memory(sizes: Sizes, device: torch.device, processes: int = 1) -> None:
-    """ResourceError (exit 6) if the run needs more memory than there is, with what would fit. `processes` of it begin
-    on this machine at once, and each counts on its part of what is there.
+def settle(sizes: Sizes, device: torch.device, budget: int | None, processes: int = 1) -> tuple[Memory, Savings]:
+    """How the run will live within the budget (null: without one), and the memory it needs, which may not be there.
+
+    `processes` of it begin on this machine at once, and each counts on its part of what is there.
+    ResourceError (exit 6) if no savings bring it within the budget, with the smallest that would do.
     """
     check_least(sizes, device)
-    needed = memory(sizes, device)
-    if device.type == "cpu" and needed.available is not None:
-        needed = replace(needed, available=needed.available // processes)
+    costs = measure(sizes, device)
+    if device.type == "cpu" and costs.available is not None:
+        costs = replace(costs, available=costs.available // processes)
+    if budget is None:
+        savings = no_savings(sizes.conversion, sizes.teacher_plan)
+        return add_up(sizes, costs, savings), savings
+    for needed, savings in _ladder(sizes, costs):
+        if needed.peak <= (usable := _usable(budget)):
+            room = int(HELD * (usable - needed.always - needed.evaluation))
+            return replace(needed, budget=budget, room=max(0, room)), savings
+    raise ResourceError(
+        f"--memory-budget {_size(budget)} is too small for this polish",
+        hint=f"the smallest that works is {_size(_least_budget(sizes, costs))}; fewer layers (--o1) or a smaller"
+        " --batch need less",
+    )
+
+
+def _ladder(sizes: Sizes, costs: Costs) -> Iterator[tuple[Memory, Savings]]:
+    for savings in ladder(sizes.plan, sizes.teacher_plan, sizes.conversion):
+        yield add_up(sizes, costs, savings), savings
+
+
+def _least_budget(sizes: Sizes, costs: Costs) -> int:
+    """The smallest budget that works, in steps of 10 MB."""
+    least = min(needed.peak for needed, _ in _ladder(sizes, costs))
+    return -(-int(least / (1 - MARGIN) + 1) // STEP_BYTES) * STEP_BYTES
+
+
+def _usable(budget: int) -> int:
+    return budget - int(MARGIN * budget)
+
+
+def _size(nbytes: int) -> str:
+    """As --memory-budget takes it: 2.4G, 810M."""
+    if nbytes >= 10**9:
+        return f"{nbytes / 10**9:.2f}".rstrip("0").rstrip(".") + "G"
+    return f"{nbytes / 10**6:.6f}".rstrip("0").rstrip(".") + "M"
+
+
+def check_fits(sizes: Sizes, device: torch.device, needed: Memory) -> None:
+    """ResourceError (exit 6) if the run needs more memory than there is, with what would fit."""
     if needed.fits:
         return
     where = "the machine or its cgroup" if device.type == "cpu" else str(device)
     raise ResourceError(
-        f"this polish needs about {needed.peak:,} bytes of memory, {needed.in_use:,} of them in use already, and only "
+        f"this polish needs about {needed.ahead:,} bytes of memory, {needed.in_use:,} of them in use already, and only "
         f"{needed.available:,} more are available on {where}",
-        hint=what_fits(sizes, device),
+        hint=what_fits(sizes, device, needed),
     )
 
 
@@ -235,8 +245,9 @@ def check_least(sizes: Sizes, device: torch.device) -> None:
         )
 
 
-def what_fits(sizes: Sizes, device: torch.device) -> str:
-    """Smaller batches and fewer layers that would fit, alone or together."""
+def what_fits(sizes: Sizes, device: torch.device, needed: Memory) -> str:
+    """A memory budget, smaller batches and fewer layers that would fit, alone or together."""
+    budget = _fitting_budget(sizes, device, needed)
     layers, batch = sizes.conversion.layers, sizes.train.batch
     batches = [batch >> k for k in range(1, batch.bit_length())]
     depths = [len(layers) >> k for k in range(1, len(layers).bit_length())]
@@ -251,10 +262,18 @@ def what_fits(sizes: Sizes, device: torch.device) -> str:
     alone = [
         next((f for f in fitting if f.startswith(kind) and f.count("--") == 1), None) for kind in ("--batch", "--o1")
     ]
-    found = [flags for flags in alone if flags] or fitting[:1]
+    found = [flags for flags in (budget, *alone) if flags] or fitting[:1]
     if not found:
         return "not even one layer with --batch 1 would fit; try a smaller --seq, or a machine with more memory"
     return f"this would fit: {' or '.join(found)}"
+
+
+def _fitting_budget(sizes: Sizes, device: torch.device, needed: Memory) -> str | None:
+    """The flag for a budget of all that there is, if some savings live within that."""
+    if needed.available is None or needed.budget is not None:
+        return None
+    there = (needed.in_use + needed.available) // STEP_BYTES * STEP_BYTES
+    return f"--memory-budget {_size(there)}" if _least_budget(sizes, measure(sizes, device)) <= there else None
 
 
 def _smaller(sizes: Sizes, batch: int, depth: int) -> Sizes:
@@ -274,44 +293,17 @@ def _machine(device: torch.device) -> tuple[int, int | None]:
     return torch.cuda.memory_reserved(device), int(free)
 
 
-def _work_bytes(sizes: Sizes, device: torch.device) -> tuple[int, int]:
-    """Most bytes alive at once, beside weights and optimizer: in a step, and in evaluations."""
-    train, c = sizes.train, sizes.conversion
-    of_all = _miniatures(sizes, device, blank=True).of_all
-    step = of_all(_step(train, device), peak_bytes)
-    # What decodes: the evaluation's windows all at once, and the gate's prompts. The one with more rows needs more.
-    windows = FINAL_ROUNDS * train.batch if c.seal < train.seq else 0
-    decodes = max((windows, c.seal), (sizes.prompts, sizes.prompt_tokens), key=lambda pair: pair[0] * pair[1])
-    judging = of_all(_decode(*decodes, decodes[1] + sizes.new_tokens, 1), peak_bytes) if decodes[0] else 0.0
-    rows = 2 * windows * train.seq * sizes.plan.hidden_size * WORD_BYTES
-    return int(step), int(judging) + rows
-
-
-def _miniatures(sizes: Sizes, device: torch.device, *, blank: bool) -> Miniatures:
-    return Miniatures(sizes.plan, sizes.teacher_plan, sizes.conversion, device, blank)
-
-
-def _ids(batch: int, tokens: int, device: torch.device) -> Tensor:
-    return torch.zeros(batch, tokens, dtype=torch.int64, device=device)
-
-
-def _step(train: TrainConfig, device: torch.device) -> Callable[[Replica], object]:
-    ids = _ids(train.batch, train.seq, device)
-    return lambda replica: loss_and_gradient(replica, ids, ids, train.kl)
-
-
-def _decode(batch: int, prompt: int, tokens: int, steps: int) -> Callable[[Replica], object]:
-    """A prompt pass, and so many more tokens."""
-
-    def work(replica: Replica) -> None:
-        device = replica.weights.embed.device
-        decoder = Decoder(replica, student=True, served=True, capacity=tokens)
-        decoder.prompt(_ids(batch, prompt, device))
-        for _ in range(steps):
-            decoder.step(_ids(batch, 1, device)[:, 0])
-
-    return work
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())
+def _evaluation_bytes(sizes: Sizes, device: torch.device) -> int:
+    """Most bytes alive at once in evaluations, beside weights and optimizer."""
+    train, seal = sizes.train, sizes.conversion.seal
+    small = miniatures(sizes, device, blank=True)
+    validation = small.of_one(partial(validate, train), peak_bytes)
+    windows = FINAL_ROUNDS * train.batch if seal < train.seq else 0
+    # All windows go through a layer before the next one is visited; the gate's prompts go through all layers together.
+    served = small.of_one(decode(windows, seal, train.seq, 1), peak_bytes) if windows else 0.0
+    gate = 0.0
+    if sizes.prompts:
+        longest = sizes.prompt_tokens + sizes.new_tokens
+        gate = small.of_all(decode(sizes.prompts, sizes.prompt_tokens, longest, 1), peak_bytes)
+    rows = 2 * FINAL_ROUNDS * train.batch * train.seq * sizes.plan.hidden_size * WORD_BYTES
+    return int(max(validation + rows, served + rows, gate))

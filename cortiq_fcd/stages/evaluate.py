@@ -12,7 +12,7 @@ from cortiq_fcd.kernels.ce_kl import COPIES, chunk_rows, kl_rows, nll_sum
 from cortiq_fcd.model.decode import served_hidden
 from cortiq_fcd.model.perplexity import perplexity_at, window_perplexity
 from cortiq_fcd.model.ranks import ALONE, Ranks, share
-from cortiq_fcd.model.replica import Replica, hidden_states
+from cortiq_fcd.model.replica import Replica, hidden_batches
 from cortiq_fcd.model.windows import (
     FINAL_ROUNDS,
     QUICK_ROUNDS,
@@ -110,9 +110,8 @@ def _served(
         return math.nan, math.nan
     teacher_rows = known.rows
     if teacher_rows is None:
-        batches = torch.split(ids, config.batch // ranks.world)
-        hidden = [_after_seal(hidden_states(replica, part, student=False), config, replica) for part in batches]
-        teacher_rows = torch.cat(hidden)
+        hidden = hidden_batches(replica, torch.split(ids, config.batch // ranks.world), student=False)
+        teacher_rows = torch.cat([_after_seal(rows, config, replica) for rows in hidden])
     rows = served_hidden(replica, ids, seal, student=True, served=True).flatten(0, 1) if student else teacher_rows
     nll = nll_sum(rows, measured.head, targets[:, seal:].reshape(-1), softcap=measured.plan.logit_softcap)
     if student:

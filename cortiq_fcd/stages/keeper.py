@@ -24,6 +24,8 @@ class CheckpointKeeper:
         interruption: Interruption,
         warn: Callable[[str], None],
         ranks: Ranks = ALONE,
+        *,
+        copies: bool = True,
     ) -> None:
         self._checkpoints, self._before, self._interruption, self._warn = checkpoints, before, interruption, warn
         self._ranks = ranks
@@ -31,6 +33,7 @@ class CheckpointKeeper:
         self._every_s = every_minutes * 60
         self._last_s = time.monotonic()  # a clock that nobody sets
         self._writing: int | None = None
+        self._copies = copies
 
     def wants(self, *, evaluated: bool) -> bool:
         """Whether it is time: by the clock of rank 0, or because any rank was asked to stop."""
@@ -41,11 +44,14 @@ class CheckpointKeeper:
         return evaluated or stop or due
 
     def keep(self, state: TrainingState) -> None:
-        """Copy the state and have it written. Raises Interrupted, with the state on disk, when asked to stop."""
+        """Have the state written: a copy in the background, or itself at once where there is no room for `copies`.
+
+        Raises Interrupted, with the state on disk, when asked to stop.
+        """
         self.finish()
         self._writing = state.record.step
         if self._ranks.rank == 0:
-            self._checkpoints.save(state, self._before)
+            self._checkpoints.save(state, self._before, copies=self._copies)
         self._last_s = time.monotonic()
         if self._stop is not None:
             self.finish()

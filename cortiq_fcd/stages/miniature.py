@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +26,7 @@ TRIES = 2
 
 Work = Callable[[Replica], object]
 Build = Callable[[tuple[int, ...]], Replica]
+Cost = Callable[[Build, tuple[int, ...], Work], float]
 
 
 @dataclass(frozen=True)
@@ -46,18 +45,31 @@ class Miniatures:
         teacher = None if self.teacher_plan is None else _weights(self.teacher_plan, layers, self)
         return new_replica(_weights(self.plan, layers, self), replace(self.conversion, layers=trained), teacher)
 
-    def of_all(self, work: Work, cost: Callable[[Build, tuple[int, ...], Work], float]) -> float:
-        """The cost of a work on the whole model. Below the first trained layer nothing is kept for the backward."""
+    def of_all(self, work: Work, cost: Cost) -> float:
+        """The cost of a work on the whole model."""
+        alone, each = self.of_each(work, cost)
+        return alone + sum(each.values())
+
+    def of_one(self, work: Work, cost: Cost) -> float:
+        """The cost of a work on the deepest trained layer alone."""
+        return cost(self.build, (max(self.conversion.layers),), work)
+
+    def of_each(self, work: Work, cost: Cost) -> tuple[float, dict[int, float]]:
+        """The cost of a work on the deepest trained layer alone, and what every other layer adds to it.
+
+        Below the first trained layer nothing is kept for the backward.
+        """
         base = max(self.conversion.layers)
-        kinds = Counter(self._kind(layer) for layer in range(len(self.plan.layers)))
-        kinds[self._kind(base)] -= 1
-        alone = total = cost(self.build, (base,), work)
-        for kind, count in kinds.items():
-            layer, below = kind[0], kind[1]
-            more = (layer,) * REPEATS
-            with_more = cost(self.build, (*more, base) if below else (base, *more), work)
-            total += count * max(0.0, with_more - alone) / REPEATS
-        return total
+        others = [layer for layer in range(len(self.plan.layers)) if layer != base]
+        kinds = {layer: self._kind(layer) for layer in others}
+        alone = cost(self.build, (base,), work)
+        more: dict[tuple[int, bool], float] = {}
+        for kind in dict.fromkeys(kinds.values()):
+            layer, below = kind
+            layers = (layer,) * REPEATS
+            with_more = cost(self.build, (*layers, base) if below else (base, *layers), work)
+            more[kind] = max(0.0, with_more - alone) / REPEATS
+        return alone, {layer: more[kind] for layer, kind in kinds.items()}
 
     def _kind(self, layer: int) -> tuple[int, bool]:
         """The first layer that costs the same, and whether it lies below every trained one."""
@@ -105,12 +117,10 @@ def _weights(plan: ModelPlan, layers: Iterable[int], of: Miniatures) -> FrozenWe
     """Weights of such layers."""
     generator = torch.Generator().manual_seed(0)
 
-    def read(name: str) -> Tensor:
+    def fill(name: str, out: Tensor) -> None:
         shape = plan.shapes[name]
-        if of.blank:
-            return torch.from_numpy(np.zeros(shape, np.float32))  # pages that are only read stay unallocated
-        if len(shape) == 1:
-            return torch.ones(shape)
-        return torch.randn(shape, generator=generator).mul_(shape[-1] ** -0.5)
+        out.copy_(torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator))
+        out.mul_(1 if len(shape) == 1 else shape[-1] ** -0.5)
 
-    return load_weights(replace(plan, layers=tuple(plan.layers[i] for i in layers)), read, of.device)
+    small = replace(plan, layers=tuple(plan.layers[i] for i in layers))
+    return load_weights(small, None if of.blank else fill, of.device)

@@ -19,10 +19,13 @@ from cortiq_fcd.io.reader import CmfModel, open_model
 from cortiq_fcd.io.writer import WrittenFile
 from cortiq_fcd.model.ranks import ALONE, Ranks
 from cortiq_fcd.model.replica import Replica
+from cortiq_fcd.model.streaming import Room
 from cortiq_fcd.stages import dequantize, estimate, evaluate, gate, polish, provenance, replica, store, texts
 from cortiq_fcd.stages.artefacts import Before, Comparison, Figures, Gate, Stored, Trained
+from cortiq_fcd.stages.best import BestOnDisk
 from cortiq_fcd.stages.checkpoint import Checkpoint
 from cortiq_fcd.stages.config import PolishConfig
+from cortiq_fcd.stages.durations import duration
 from cortiq_fcd.stages.estimate import Forecast
 from cortiq_fcd.stages.identity import check_unchanged
 from cortiq_fcd.stages.interrupt import Interruption
@@ -33,6 +36,7 @@ from cortiq_fcd.stages.prepare import Job, is_own, prepare
 from cortiq_fcd.stages.progress import Progress
 from cortiq_fcd.stages.report import Report
 from cortiq_fcd.stages.resume import find_checkpoint
+from cortiq_fcd.stages.savings import describe
 from cortiq_fcd.stages.sentence import is_worse, sentence
 
 _DIVERGED = f"training diverged: {polish.MAX_SKIPPED_IN_A_ROW} steps in a row could not be used"
@@ -64,9 +68,10 @@ def run(
     device = choose_device(config.compute, ranks)
     with open_model(source) as model:
         job = prepare(model, out, config, device, progress, protected, ranks)
-        estimate.check_memory(job.sizes, device, ranks.local_world)
-        with _writing(job, out, config, progress) if ranks.rank == 0 else contextlib.nullcontext():
-            report, diverged = _polish(job, model, out, config, device, interruption, progress, ranks)
+        estimate.check_fits(job.sizes, device, job.memory)
+        writing = _writing(job, out, config, progress) if ranks.rank == 0 else contextlib.nullcontext()
+        with writing, _teacher_model(config) as teacher:
+            report, diverged = _polish(job, model, teacher, out, config, device, interruption, progress, ranks)
     output, told = printable(out), printable(job.report_path)
     listener(DoneEvent(outcome=report.outcome, output=output, report=told, sentence=sentence(report)))
     if diverged:
@@ -114,17 +119,16 @@ def forecast(
     progress = Progress(listener)
     device = choose_device(config.compute, ranks)
     job = prepare(model, out, config, device, progress, protected, ranks)
-    estimate.check_least(job.sizes, device)
     resumes_after = _resumes_after(job, config)
-    needed = estimate.memory(job.sizes, device)
     return Forecast(
         layers=list(job.conversion.layers),
         trainable_params=job.sizes.trained,
         resumes_after_step=resumes_after,
-        memory=needed,
+        memory=job.memory,
+        savings=describe(job.savings, job.plan, job.teacher_plan, job.conversion),
         disk=estimate.disk(job.sizes, out, job.out_bytes),
-        time=estimate.duration(job.sizes, device),
-        fits="" if needed.fits else estimate.what_fits(job.sizes, device),
+        time=duration(job.sizes, device),
+        fits="" if job.memory.fits else estimate.what_fits(job.sizes, device, job.memory),
         warnings=progress.notes,
     )
 
@@ -136,7 +140,7 @@ def check(model: PlannedModel, out: Path, config: PolishConfig, *, protected: It
     job = prepare(model, out, config, device, progress, protected)
     if config.output.resume:
         find_checkpoint(job.checkpoints, config.output, progress)
-    estimate.check_memory(job.sizes, device)
+    estimate.check_fits(job.sizes, device, job.memory)
     return job.out_bytes
 
 
@@ -146,9 +150,15 @@ def _resumes_after(job: Job, config: PolishConfig) -> int | None:
     return found.state.record.step if found else None
 
 
+def _teacher_model(config: PolishConfig) -> contextlib.AbstractContextManager[CmfModel | None]:
+    """The teacher's file, if it has one of its own."""
+    return contextlib.nullcontext() if config.train.teacher is None else open_model(config.train.teacher)
+
+
 def _polish(
     job: Job,
     model: CmfModel,
+    teacher_model: CmfModel | None,
     out: Path,
     config: PolishConfig,
     device: torch.device,
@@ -159,7 +169,7 @@ def _polish(
     """From the weights to the written files: the report, and whether the run diverged."""
     checkpoint = find_checkpoint(job.checkpoints, config.output, progress, ranks)
     interruption.saved_step = job.checkpoints.saved_step
-    network = _load(job, model, config, device, progress, ranks)
+    network = _load(job, model, teacher_model, device, progress, ranks)
     before = checkpoint.before if checkpoint else _measure_before(job, network, config, progress, ranks)
     judged = _gate(before, job, config, ranks)
     trained = _train(job, network, before, judged, checkpoint, config, interruption, progress, ranks)
@@ -205,18 +215,26 @@ def _polish(
 
 
 def _load(
-    job: Job, model: CmfModel, config: PolishConfig, device: torch.device, progress: Progress, ranks: Ranks
+    job: Job,
+    model: CmfModel,
+    teacher_model: CmfModel | None,
+    device: torch.device,
+    progress: Progress,
+    ranks: Ranks,
 ) -> Replica:
-    """Teacher and student on the device."""
-    plan, conversion = job.plan, job.conversion
+    """Teacher and student on the device. What is streamed is read from the models as long as the replica is used."""
+    plan, conversion, savings = job.plan, job.conversion, job.savings
+    room = Room(job.memory.room)
     with progress.stage("dequantize", f"{len(plan.shapes)} tensors, {plan.params:,} weights"):
-        weights = dequantize.run(model, plan, device)
+        weights = dequantize.run(model, plan, device, savings.streamed, room)
         teacher = None
-        if config.train.teacher is not None and job.teacher_plan is not None:
-            with open_model(config.train.teacher) as teacher_model:
-                teacher = dequantize.run(teacher_model, job.teacher_plan, device)
-    with progress.stage("replica", f"{len(conversion.converted)} of {len(plan.layers)} layers converted"):
-        return replica.run(conversion, weights, teacher, ranks)
+        if teacher_model is not None and job.teacher_plan is not None:
+            teacher = dequantize.run(teacher_model, job.teacher_plan, device, savings.teacher_streamed, room)
+    detail = f"{len(conversion.converted)} of {len(plan.layers)} layers converted"
+    if job.memory.budget is not None:
+        detail += f"; {describe(savings, plan, job.teacher_plan, conversion)}"
+    with progress.stage("replica", detail):
+        return replica.run(conversion, weights, teacher, ranks, savings.recomputed)
 
 
 def _measure_before(job: Job, network: Replica, config: PolishConfig, progress: Progress, ranks: Ranks) -> Before:
@@ -250,7 +268,8 @@ def _train(
 ) -> Trained:
     """The training loop; the network's masters end as the chosen state. Raises where nothing may be written."""
     minutes = config.output.checkpoint_minutes
-    keeper = CheckpointKeeper(job.checkpoints, before, minutes, interruption, progress.warn, ranks)
+    on_disk = job.savings.on_disk
+    keeper = CheckpointKeeper(job.checkpoints, before, minutes, interruption, progress.warn, ranks, copies=not on_disk)
     went_on = f"after step {checkpoint.state.record.step} of " if checkpoint else ""
     with progress.stage("polish", f"{went_on}{config.train.steps} steps"), interruption.patience():
         try:
@@ -265,6 +284,7 @@ def _train(
                 keeper=keeper,
                 resumed=checkpoint.state if checkpoint else None,
                 ranks=ranks,
+                best=BestOnDisk(job.checkpoints.folder) if on_disk else None,
             )
         except LostRankError:
             keeper.finish()  # what is being written is whole before this process ends

@@ -12,10 +12,9 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from cortiq_fcd.events import EvalEvent, GateEvent, Listener, StepEvent, WarningEvent
-from cortiq_fcd.model.adamw import Moments
+from cortiq_fcd.model.adamw import SLICE, Moments
 from cortiq_fcd.model.optimizer import Optimizer
 from cortiq_fcd.model.perplexity import window_perplexity
 from cortiq_fcd.model.ranks import ALONE, Ranks, share
@@ -31,6 +30,7 @@ from cortiq_fcd.stages.artefacts import (
     TrainingRecord,
     TrainingState,
 )
+from cortiq_fcd.stages.best import Best, BestInMemory, read_vector
 from cortiq_fcd.stages.config import TrainConfig
 
 # So many unusable steps in a row end the run.
@@ -51,14 +51,15 @@ def run(
     keeper: Keeper | None = None,
     resumed: TrainingState | None = None,
     ranks: Ranks = ALONE,
+    best: Best | None = None,
 ) -> Trained:
     """Train the replica's masters; they end as the best state. `gate` null: perplexity alone chooses.
 
     `resumed`: go on from there, as if there had been no break. `ranks`: the windows of a step, and of validations, are
-    divided among them. What the keeper raises comes through.
+    divided among them. `best`: where the best state is kept, by default in memory. Errors of the keeper come through.
     """
     optimizer = Optimizer(replica, ranks, _moments(replica, resumed))
-    loop = _Loop(config, replica, optimizer, val, gate, listener, judge_every_checkpoint)
+    loop = _Loop(config, replica, optimizer, val, gate, listener, judge_every_checkpoint, best or BestInMemory())
     generator = SplitMix64(config.seed)
     if resumed is None:
         loop.evaluate(0)
@@ -82,8 +83,9 @@ def run(
 def _moments(replica: Replica, resumed: TrainingState | None) -> Moments | None:
     if resumed is None:
         return None
-    device = replica.masters.flat.device
-    return Moments(resumed.first.to(device), resumed.second.to(device), resumed.record.updates)
+    flat = replica.masters.flat
+    first, second = (read_vector(vector, torch.empty_like(flat)) for vector in (resumed.first, resumed.second))
+    return Moments(first, second, resumed.record.updates)
 
 
 def train_step(
@@ -129,11 +131,11 @@ class _Loop:
     gate: Gate | None
     listener: Listener
     judge_every_checkpoint: bool
+    best_state: Best
     steps: list[Step] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     teacher_ppl: float = math.nan
     best: Evaluation | None = None
-    best_state: Tensor | None = None
     gate_seconds: float = 0.0
 
     def record(self, step: Step) -> None:
@@ -166,8 +168,7 @@ class _Loop:
         self.evaluations.append(evaluation)
         if can_win and (self.gate is None or (judgement is not None and judgement.passed)):
             self.best = evaluation
-            self.best_state = None  # frees the old one before the new one is made
-            self.best_state = self.replica.masters.flat.clone() if step else None
+            self.best_state.keep(self.replica.masters.flat if step else None, step)
         self.listener(
             EvalEvent(
                 step=step,
@@ -197,15 +198,15 @@ class _Loop:
             evaluations=tuple(self.evaluations),
             steps=tuple(self.steps),
         )
-        return TrainingState(record, self.replica.masters.flat, moments.first, moments.second, self.best_state)
+        return TrainingState(record, self.replica.masters.flat, moments.first, moments.second, self.best_state.vector)
 
     def resume(self, state: TrainingState) -> None:
         """Take over a saved state. Warnings are given again: they belong to this run's report."""
         record, flat = state.record, self.replica.masters.flat
         self.teacher_ppl, self.best = record.teacher_ppl, record.best
         self.steps, self.evaluations = list(record.steps), list(record.evaluations)
-        self.best_state = None if state.best is None else state.best.to(flat.device)
-        flat.copy_(state.masters)
+        self.best_state.keep(state.best, record.best.step if record.best else 0)
+        read_vector(state.masters, flat)
         for step in self.steps:
             if step.skipped:
                 self._warn_skipped(step)
@@ -214,10 +215,11 @@ class _Loop:
         """Put the best state into the masters."""
         start = self.evaluations[0]
         best = self.best or start
-        if self.best_state is None:
+        vector = self.best_state.vector
+        if vector is None:
             reset_masters(self.replica)
         else:
-            self.replica.masters.flat.copy_(self.best_state)
+            read_vector(vector, self.replica.masters.flat)
         return Trained(
             best_step=best.step,
             best_ppl=best.ppl,
@@ -234,7 +236,8 @@ class _Loop:
 
     def _can_be_written(self) -> bool:
         """A file never gets NaN or Inf. A sum is not finite as soon as one element is not."""
-        return math.isfinite(self.replica.masters.flat.sum(dtype=torch.float64).item())
+        slices = torch.split(self.replica.masters.flat, SLICE)  # each is widened to f64 to be summed
+        return math.isfinite(sum(part.sum(dtype=torch.float64).item() for part in slices))
 
     def _perplexity(self, *, student: bool) -> float:
         config, ranks = self.config, self.optimizer.ranks

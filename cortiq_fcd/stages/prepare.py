@@ -17,13 +17,16 @@ from cortiq_fcd.model.conversion import Conversion, resolve_conversion
 from cortiq_fcd.model.plan import ModelPlan, eos_notes, plan_model
 from cortiq_fcd.model.ranks import ALONE, Ranks
 from cortiq_fcd.model.windows import measured_spans
-from cortiq_fcd.stages import estimate, evaluate, gate, store
+from cortiq_fcd.stages import capacity, dequantize, evaluate, gate, store
 from cortiq_fcd.stages.checkpoint import Checkpoints
 from cortiq_fcd.stages.config import PolishConfig, TrainConfig
+from cortiq_fcd.stages.estimate import Memory, settle
 from cortiq_fcd.stages.identity import Stamp, check_agreement, contents, run_identity, stamp
 from cortiq_fcd.stages.places import check_places, read_by
 from cortiq_fcd.stages.progress import Progress
+from cortiq_fcd.stages.savings import Savings
 from cortiq_fcd.stages.teacher import check_teacher
+from cortiq_fcd.stages.works import Sizes
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,9 @@ class Job:
     report_path: Path
     stamp: Stamp
     checkpoints: Checkpoints
-    sizes: estimate.Sizes
+    sizes: Sizes
+    memory: Memory
+    savings: Savings
     out_bytes: int
 
 
@@ -57,6 +62,11 @@ def prepare(
     `protected`: more files that may not be written. Only rank 0 writes, and looks at the places for that.
     """
     check_batch(config.train, ranks)
+    if ranks.world > 1 and config.compute.memory_budget is not None:
+        raise ConfigError(
+            f"--memory-budget: {ranks.world} processes were started, and a budget works in one alone",
+            hint="leave out --memory-budget, or start one process",
+        )
     writes = ranks.rank == 0
     stamped = stamp(model)
     inputs = read_by(model, config, protected)
@@ -85,9 +95,18 @@ def prepare(
     if writes:
         check_output_path(inputs, out, config.output.force or is_own(out, checkpoints))
     own = train.model_copy(update={"batch": train.batch // ranks.world})
-    sizes = estimate.Sizes(
-        plan, teacher_plan, conversion, own, len(prompts.offsets), profile.prompt_tokens, profile.new_tokens
+    sizes = Sizes(
+        plan,
+        teacher_plan,
+        conversion,
+        own,
+        len(prompts.offsets),
+        profile.prompt_tokens,
+        profile.new_tokens,
+        dequantize.unpack_bytes(model, plan),
     )
+    capacity.trim()  # reading a text leaves much freed memory behind
+    memory, savings = settle(sizes, device, config.compute.memory_budget, ranks.local_world)
     return Job(
         plan,
         teacher_plan,
@@ -99,6 +118,8 @@ def prepare(
         stamped,
         checkpoints,
         sizes,
+        memory,
+        savings,
         out_bytes,
     )
 

@@ -9,7 +9,14 @@ from cortiq_fcd.model.weights import FrozenWeights
 
 
 def run(
-    conversion: Conversion, weights: FrozenWeights, teacher: FrozenWeights | None = None, ranks: Ranks = ALONE
+    conversion: Conversion,
+    weights: FrozenWeights,
+    teacher: FrozenWeights | None = None,
+    ranks: Ranks = ALONE,
+    recomputed: frozenset[int] = frozenset(),
 ) -> Replica:
-    """A replica whose trainable tensors start as the file's. `teacher` null: the file itself, with exact attention."""
-    return new_replica(weights, conversion, teacher, parts=ranks.world)
+    """A replica whose trainable tensors start as the file's. `teacher` null: the file itself, with exact attention.
+
+    `recomputed`: layers whose activations are computed again in the backward instead of kept.
+    """
+    return new_replica(weights, conversion, teacher, recomputed, parts=ranks.world)

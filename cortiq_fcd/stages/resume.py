@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cortiq_fcd.errors import ConfigError
 from cortiq_fcd.model.ranks import ALONE, Ranks
-from cortiq_fcd.stages.artefacts import Before, TrainingRecord, TrainingState
+from cortiq_fcd.stages.artefacts import Before, TrainingRecord, TrainingState, Vector
+from cortiq_fcd.stages.best import read_vector
 from cortiq_fcd.stages.checkpoint import Checkpoint, Checkpoints
 from cortiq_fcd.stages.config import OutputConfig
 from cortiq_fcd.stages.progress import Progress
@@ -69,15 +70,15 @@ def _shared(found: Checkpoint | None, ranks: Ranks) -> Checkpoint | None:
     state = found.state if found else None
     told = ""
     if found and state:
-        text = _Told(found.processes, found.before, state.record, len(state.masters), state.best is not None)
+        text = _Told(found.processes, found.before, state.record, _length(state.masters), state.best is not None)
         told = json.dumps(asdict(text))
     told = ranks.tell(told)
     if not told:
         return None
     said = TypeAdapter(_Told).validate_python(json.loads(told))
 
-    def vector(of_rank_0: Tensor | None) -> Tensor:
-        values = torch.empty(said.length) if of_rank_0 is None else of_rank_0
+    def vector(of_rank_0: Vector | None) -> Tensor:
+        values = torch.empty(said.length) if of_rank_0 is None else read_vector(of_rank_0)
         ranks.spread(values)
         return values
 
@@ -86,3 +87,7 @@ def _shared(found: Checkpoint | None, ranks: Ranks) -> Checkpoint | None:
     )
     best = vector(state.best if state else None) if said.has_best else None
     return Checkpoint(said.processes, said.before, TrainingState(said.record, masters, first, second, best))
+
+
+def _length(vector: Vector) -> int:
+    return len(vector) if isinstance(vector, Tensor) else vector.count

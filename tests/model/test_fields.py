@@ -21,7 +21,7 @@ from cortiq_fcd.model.conversion import Conversion
 from cortiq_fcd.model.decode import greedy, served_hidden
 from cortiq_fcd.model.perplexity import perplexity_at
 from cortiq_fcd.model.replica import Replica, hidden_states, loss_and_gradient, new_replica
-from cortiq_fcd.model.weights import load_weights
+from cortiq_fcd.model.weights import filled_by, load_weights
 from tests.fixtures import LINEAR, Arrays, Tiny, in_f64
 from tests.oracles import transformer
 from tests.oracles.compare import worst_error
@@ -273,7 +273,7 @@ def sharp(arrays: Arrays) -> dict[str, Tensor]:
 
 def perplexity(model: Tiny, tensors: Mapping[str, Tensor], rows: Tensor) -> tuple[float, float]:
     """(ours, the oracle's) over rows [B, T + 1]."""
-    weights = load_weights(model.plan(), lambda name: tensors[name].float(), torch.device("cpu"))
+    weights = load_weights(model.plan(), filled_by(lambda name: tensors[name].float()), torch.device("cpu"))
     replica = new_replica(in_f64(weights), EXACT)
     ids, targets = rows[:, :-1].contiguous(), rows[:, 1:].flatten()
     hidden = hidden_states(replica, ids, student=False)

@@ -20,6 +20,7 @@ from cortiq_fcd.stages.config import TrainConfig
 from cortiq_fcd.stages.miniature import Miniatures, peak_bytes, seconds
 from cortiq_fcd.stages.report import Report
 from cortiq_fcd.stages.tally import Tally
+from cortiq_fcd.stages.works import Sizes
 from tests.fixtures import LINEAR, Tiny
 from tests.stages.killing import furnished as furnished_for_a_process
 from tests.stages.test_pipeline import furnished, settings
@@ -28,9 +29,9 @@ CPU = torch.device("cpu")
 IDS = torch.zeros(2, 40, dtype=torch.int64)
 
 
-def sizes(layers: tuple[int, ...] = (0, 1, 2), batch: int = 2) -> estimate.Sizes:
+def sizes(layers: tuple[int, ...] = (0, 1, 2), batch: int = 2) -> Sizes:
     conversion = Conversion(layers, "all", m=4, w=5, sink=2, seal=20)
-    return estimate.Sizes(Tiny().plan(), None, conversion, TrainConfig(batch=batch, seq=40, steps=50), 3, 400, 60)
+    return Sizes(Tiny().plan(), None, conversion, TrainConfig(batch=batch, seq=40, steps=50), 3, 400, 60)
 
 
 def test_a_tally_counts_what_is_alive() -> None:
@@ -87,21 +88,26 @@ def test_memory_adds_up() -> None:
     assert now.frozen == 4 * Tiny().plan().params
     assert now.peak >= now.process + now.frozen + 5 * weights + now.activations
     assert now.fits
-    assert not replace(now, available=now.peak - now.in_use - 1).fits
+    assert not replace(now, available=now.ahead - now.in_use - 1).fits
+
+
+def check_memory(sizes: Sizes, device: torch.device) -> None:
+    needed, _ = estimate.settle(sizes, device, None)
+    estimate.check_fits(sizes, device, needed)
 
 
 def test_too_big_is_refused_with_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = estimate.memory(sizes(batch=1), CPU)
-    monkeypatch.setattr(estimate, "_machine", lambda device: (needed.in_use, needed.peak - needed.in_use))
-    estimate.check_memory(sizes(batch=1), CPU)
+    monkeypatch.setattr(estimate, "_machine", lambda device: (needed.in_use, needed.ahead - needed.in_use))
+    check_memory(sizes(batch=1), CPU)
     with pytest.raises(ResourceError) as caught:
-        estimate.check_memory(sizes(batch=8), CPU)
+        check_memory(sizes(batch=64), CPU)
     assert caught.value.exit_code == 6
-    assert f"{needed.peak - needed.in_use:,} more are available" in caught.value.message
-    assert "--batch 1" in caught.value.hint
+    assert f"{needed.ahead - needed.in_use:,} more are available" in caught.value.message
+    assert "--batch " in caught.value.hint
     monkeypatch.setattr(estimate, "_machine", lambda device: (0, 1000))
     with pytest.raises(ResourceError, match="needs about") as caught:
-        estimate.check_memory(sizes(), CPU)
+        check_memory(sizes(), CPU)
     assert "not even one layer" in caught.value.hint
 
 

@@ -116,5 +116,5 @@ def test_a_teacher_that_was_measured_runs_once(monkeypatch: pytest.MonkeyPatch) 
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("the teacher ran again")
 
-    monkeypatch.setattr(evaluate, "hidden_states", fail)
+    monkeypatch.setattr(evaluate, "hidden_batches", fail)
     assert evaluate.run(CONFIG, replica, where, student=True, teacher=rows) == alone

@@ -142,13 +142,11 @@ def test_a_short_text_under_the_strict_profile(tmp_path: Path) -> None:
 
 def test_a_dry_run_counts_what_the_profile_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the sizes that the estimate is given; its seconds are those of a busy machine."""
-    from cortiq_fcd.stages import estimate
-
     folder = furnished(tmp_path)
     (folder / "val.txt").write_text(tiny_text(12000, seed=2), encoding="utf-8")
     seen = []
-    real = estimate.duration
-    monkeypatch.setattr(estimate, "duration", lambda sizes, device: seen.append(sizes) or real(sizes, device))
+    real = pipeline.duration
+    monkeypatch.setattr(pipeline, "duration", lambda sizes, device: seen.append(sizes) or real(sizes, device))
     for profile in ("standard", "strict"):
         told = pipeline.dry_run(folder / "in.cmf", folder / "out.cmf", settings(folder, gate_profile=profile))
         assert told.time.gate > 0

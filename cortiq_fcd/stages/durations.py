@@ -1,0 +1,71 @@
+"""How long a polish will take, from the time of a few of its layers on this machine."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from cortiq_fcd.model.adamw import adamw_step, gradient_norm, new_moments
+from cortiq_fcd.model.windows import FINAL_ROUNDS, QUICK_ROUNDS
+from cortiq_fcd.stages.miniature import seconds
+from cortiq_fcd.stages.works import Sizes, decode, miniatures, validate
+from cortiq_fcd.stages.works import step as step_of
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds, measured on this machine as busy as it is. `total` has every validation judged by the gate."""
+
+    step: float
+    validation: float
+    gate: float
+    before: float
+    after: float
+    total: float
+
+
+def duration(sizes: Sizes, device: torch.device) -> Time:
+    """The time of a run, from the time of a few layers."""
+    train, c = sizes.train, sizes.conversion
+    of_all = miniatures(sizes, device, blank=False).of_all
+    step = of_all(step_of(train, device), seconds) + _optimizer_seconds(sizes, device)
+    window_batch = of_all(partial(validate, train), seconds)
+    gate = (
+        _decode_seconds(sizes, device, sizes.prompts, sizes.prompt_tokens, sizes.new_tokens) if sizes.prompts else 0.0
+    )
+    windows = FINAL_ROUNDS * train.batch
+    served = _decode_seconds(sizes, device, windows, c.seal, train.seq - c.seal) if c.seal < train.seq else 0.0
+    # The six rounds, and windows that nothing touched; see `evaluate`. After training the teacher's rows once more.
+    teacher = (FINAL_ROUNDS + QUICK_ROUNDS) * window_batch
+    before = 2 * gate + teacher + teacher + served
+    after = teacher + served + FINAL_ROUNDS * window_batch
+    validation = QUICK_ROUNDS * window_batch
+    evaluations = 1 + (train.steps // train.eval_every if train.eval_every else 0)
+    evaluations += not train.eval_every or train.steps % train.eval_every != 0
+    total = before + train.steps * step + evaluations * (validation + gate) + after
+    return Time(step, validation, gate, before, after, total)
+
+
+def _decode_seconds(sizes: Sizes, device: torch.device, batch: int, prompt: int, tokens: int) -> float:
+    """A prompt pass and `tokens` more: the pass and one token are measured, and four more of them."""
+    of_all = miniatures(sizes, device, blank=False).of_all
+    first = of_all(decode(batch, prompt, prompt + tokens, 1), seconds)
+    more = of_all(decode(batch, prompt, prompt + tokens, 5), seconds)
+    return first + max(0.0, more - first) / 4 * (tokens - 1)
+
+
+def _optimizer_seconds(sizes: Sizes, device: torch.device) -> float:
+    """Clip and AdamW over all trained weights, from a part of them that no cache holds."""
+    part = min(sizes.trained, 1 << 24)
+    weights = torch.zeros(part, device=device)
+    gradient, state = torch.ones_like(weights), new_moments(weights)
+    best = math.inf
+    for _ in range(2):
+        began = time.perf_counter()
+        adamw_step(weights, gradient, state, 1e-6, gradient_norm(gradient))
+        best = min(best, time.perf_counter() - began)
+    return best * sizes.trained / part
