@@ -16,6 +16,8 @@ from typing import Any, Protocol, TextIO
 from cortiq_fcd.events import EvalEvent, Event, GateEvent, StepEvent
 from cortiq_fcd.stages.config import OutputConfig
 
+MOST_LINE_BYTES = 1 << 16  # a line of a log is much shorter
+
 Numbers = dict[str, float | None]
 
 
@@ -82,9 +84,20 @@ class JsonLinesLog:
             if not self._path.is_file():
                 raise ValueError("it is not a regular file")
             with self._path.open("rb") as file:
-                if file.read(1) not in (b"", b"{"):
-                    raise ValueError("it holds something that is no JSON lines")
+                if not _is_of_a_log(file.readline(MOST_LINE_BYTES)):
+                    raise ValueError("it holds something else than a log of steps")
         return self._path.open("a", encoding="utf-8")
+
+
+def _is_of_a_log(line: bytes) -> bool:
+    """Whether a file that begins with this line may grow: an empty one, or one of steps. Other JSON is not ours."""
+    if not line:
+        return True
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and "_step" in found
 
 
 class TensorBoardLog:

@@ -53,6 +53,25 @@ def test_json_lines(folder: Path) -> None:
     assert all(line["_timestamp"] > 0 for line in lines)
 
 
+@pytest.mark.parametrize(
+    "text", ['{"model_type": "llama"}', '{\n  "_step": 1\n}', "\n", "{" * 100_000, '{"a": 1}\n' * 9]
+)
+def test_json_of_another_kind_does_not_grow(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="something else than a log"):
+        JsonLinesLog(tmp_path / "config.json").write(1, {"train/ce": 1.0})
+    assert (tmp_path / "config.json").read_text() == text
+
+
+def test_a_log_grows(tmp_path: Path) -> None:
+    for step in (1, 2):
+        log = JsonLinesLog(tmp_path / "log.jsonl")
+        log.write(step, {"train/ce": 1.0})
+        log.close()
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["_step"] for line in lines] == [1, 2]
+
+
 def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
     log = JsonLinesLog(tmp_path / "log.jsonl")
     log.write(1, {"train/ce": float("nan"), "train/kl": None})
@@ -78,7 +97,7 @@ def test_a_log_that_fails_is_a_warning(folder: Path, monkeypatch: pytest.MonkeyP
     assert (folder / "notes.txt").read_text() == "dear diary"
     told = [warning for warning in report.warnings if "the log ends here, the run goes on" in warning]
     assert len(told) == 2
-    assert "holds something that is no JSON lines" in told[0]
+    assert "holds something else than a log of steps" in told[0]
     assert "pip install 'cortiq-fcd[tensorboard]'" in told[1]
 
 
