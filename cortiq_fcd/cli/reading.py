@@ -54,16 +54,23 @@ def report_command(file: Path, *, as_json: bool, page: Path | None = None) -> No
 def write_page(report: Report, page: Path) -> None:
     """Write the page whole, over an older page at most."""
     from cortiq_fcd.display.page import MARK, report_page
-    from cortiq_fcd.io.atomic import write_atomically
+    from cortiq_fcd.io.atomic import check_output_path, write_atomically
 
     check_name(page, f"--html {page}")
     if page.is_dir():
         raise ConfigError(f"--html {page}: is a folder", hint=f"name a file in it, such as {page / 'report.html'}")
-    mark = MARK.encode()
-    if os.path.lexists(page) and not (page.is_file() and page.read_bytes().startswith(mark)):
+    if os.path.lexists(page) and not _is_page(page, MARK.encode()):
         raise ConfigError(f"--html {page}: is there and is no page of this program's", hint="name another file")
+    target = check_output_path([], page, force=True)  # behind links: they stay
     text = report_page(report).encode("utf-8", "replace")
-    write_atomically(page, lambda file: file.write(text))
+    write_atomically(target, lambda file: file.write(text))
+
+
+def _is_page(path: Path, mark: bytes) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(mark)) == mark
 
 
 def report_path(file: Path) -> Path:

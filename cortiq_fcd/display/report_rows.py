@@ -87,12 +87,16 @@ def time_rows(timing: Mapping[str, float]) -> list[TimeRow]:
     stages = {
         name: seconds for name, seconds in timing.items() if name.partition(".")[0] not in parts or "." not in name
     }
-    whole = sum(stages.values()) or 1.0
+    whole = sum(stages.values())
+
+    def share(spent: float) -> float:
+        return min(max(spent / whole, 0.0), 1.0) if whole > 0 else 0.0
+
     rows = []
     for stage, seconds in stages.items():
-        rows.append(TimeRow(stage, seconds, seconds / whole))
+        rows.append(TimeRow(stage, seconds, share(seconds)))
         longest_first = sorted(parts.get(stage, {}).items(), key=lambda part: -part[1])
-        rows += [TimeRow(phase, spent, spent / whole, depth=1) for phase, spent in longest_first]
+        rows += [TimeRow(phase, spent, share(spent), depth=1) for phase, spent in longest_first]
     return rows
 
 

@@ -15,6 +15,8 @@ from cortiq_fcd.stages.config import SaveDtype
 
 SCHEMA_ID: Literal["cortiq-fcd-report/1"] = "cortiq-fcd-report/1"
 
+MOST_NUMBER = 1e305  # no exp(mean NLL) that is counted as finite is larger
+
 Outcome = Literal["polished", "identity"]
 GateStatus = Literal["ran", "skipped"]
 
@@ -280,8 +282,20 @@ class Report(Record):
 
     @classmethod
     def read(cls, path: Path) -> Report:
-        """The report in a file. Raises OSError or pydantic's ValidationError."""
-        return cls.model_validate_json(path.read_bytes())
+        """The report in a file. Raises OSError or ValueError."""
+        report = cls.model_validate_json(path.read_bytes())
+        if not _is_in_range(report.model_dump()):
+            raise ValueError(f"a number in it is beyond {MOST_NUMBER:g}")
+        return report
+
+
+def _is_in_range(value: object) -> bool:
+    """Whether every number can be computed with: JSON has integers of any size."""
+    if isinstance(value, dict):
+        return all(map(_is_in_range, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_in_range, value))
+    return not isinstance(value, int | float) or -MOST_NUMBER <= value <= MOST_NUMBER
 
 
 class ProvenanceTool(Record):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from cortiq_fcd.display.page import report_page
+from cortiq_fcd.display.page import MARK, report_page
+from cortiq_fcd.display.report_view import show_report
 from cortiq_fcd.stages.report import KlInfo, PplInfo, Report
 from tests.reports import IDENTITY, REJECTED_GATE, SKIPPED_GATE, sample_report
 
@@ -132,3 +136,36 @@ def test_the_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="--html"):
             write_page(sample_report(), path)
     assert other.read_bytes() == b"mine"
+
+
+def test_a_link_to_a_page_stays_a_link(tmp_path: Path) -> None:
+    from cortiq_fcd.cli.reading import write_page
+
+    page, link = tmp_path / "report.html", tmp_path / "latest.html"
+    write_page(sample_report(), page)
+    page.write_text(MARK + "old")
+    link.symlink_to(page)
+    write_page(sample_report(), link)
+    assert link.is_symlink()
+    assert page.read_text(encoding="utf-8") == report_page(sample_report())
+
+
+@pytest.mark.parametrize("name", ["missing/report.html", "pipe", "in.json/report.html"])
+def test_places_where_no_page_can_be(name: str, tmp_path: Path) -> None:
+    from cortiq_fcd.cli.reading import write_page
+    from cortiq_fcd.errors import ConfigError
+
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "in.json").write_text("{}")
+    with pytest.raises(ConfigError):
+        write_page(sample_report(), tmp_path / name)
+
+
+def test_numbers_of_a_damaged_report_are_drawn_without_a_fault() -> None:
+    losses = [loss.model_copy(update={"step": 2**60 + i}) for i, loss in enumerate(sample_report().losses)]
+    timing = {"polish": 1e-9, "polish.gate": 1e300, "report": -1.0, "": 2.0}
+    changed = sample_report(losses=losses, timing=timing)
+    assert report_page(changed).count("<svg") > 1
+    console = Console(file=io.StringIO(), width=80)
+    show_report(changed, console)
+    assert len(console.file.getvalue()) < 50_000  # type: ignore[attr-defined]

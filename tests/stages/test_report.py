@@ -31,6 +31,15 @@ def test_json_round_trip(changes: dict[str, Any], tmp_path: Path) -> None:
     assert json.loads(report.to_json())["schema"] == "cortiq-fcd-report/1"
 
 
+@pytest.mark.parametrize("field", ["trainable_params", "best_step", "timing"])
+def test_numbers_that_nothing_can_compute_with_are_not_read(field: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.report.json"
+    huge = {"polish": 1e306} if field == "timing" else 10**400
+    path.write_text(json.dumps(json.loads(sample_report().to_json()) | {field: huge}))
+    with pytest.raises(ValueError, match="a number in it is beyond"):
+        Report.read(path)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_numbers_that_are_none_are_refused(value: float) -> None:
     with pytest.raises(ValidationError):

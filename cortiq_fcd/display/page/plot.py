@@ -119,7 +119,8 @@ class _Frame:
     def around(cls, points: Sequence[Point]) -> _Frame:
         xs, ys = [x for x, _ in points], [y for _, y in points]
         margin = 0.06 * (max(ys) - min(ys)) or abs(max(ys)) * 0.01 or 1.0
-        return cls(min(xs), max(max(xs), min(xs) + 1), min(ys) - margin, max(ys) + margin)
+        least = max(1.0, abs(min(xs)) * 1e-9)  # one more than a large number can be the same number
+        return cls(min(xs), max(max(xs), min(xs) + least), min(ys) - margin, max(ys) + margin)
 
     def x(self, value: float) -> float:
         return round(LEFT + (RIGHT - LEFT) * (value - self.x_low) / (self.x_high - self.x_low), 1)
