@@ -14,7 +14,7 @@ from cortiq_fcd.cli import exits
 from cortiq_fcd.display.figures import printable_json
 from cortiq_fcd.display.plain import Plain, Warnings
 from cortiq_fcd.events import WarningEvent
-from tests.tiny_model import write_tiny_model
+from tests.tiny_model import write_ids, write_tiny_model
 
 PROGRAM = f"{sys.executable} -m cortiq_fcd"
 LONG = "a" * 500
@@ -53,6 +53,19 @@ def test_nobody_reads(command: str, model: Path) -> None:
 def test_stderr_changes_no_code(where: str, model: Path) -> None:
     assert shell(f"cortiq-fcd verify {model} {where}").stdout == f"{model}: no faults\n"
     assert shell(f"cortiq-fcd verify no.cmf {where}").returncode == 2
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "10", "100000"])
+def test_a_terminal_of_any_width_gets_the_whole_result(
+    columns: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    ids = write_ids(model.with_name("ids.npy"), 600)
+    flags = ["--o1", "all", "--o1-m", "4", "--o1-window", "8", "--o1-sink", "1", "--seq", "64", "--windows", "1"]
+    assert exits.run(["eval", str(model), "--text", str(ids), *flags]) == 0
+    out = capsys.readouterr().out
+    assert {"perplexity", "ratio", "tokens/s", "exact", "served"} <= set(out.split())
+    assert len(out) < 10_000
 
 
 def test_ascii(model: Path, tmp_path: Path) -> None:

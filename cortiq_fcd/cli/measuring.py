@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,9 +28,8 @@ def eval_command(
     _check(file, text)
     if windows is not None and not 1 <= windows <= MOST_WINDOWS:
         raise ConfigError(f"--windows {windows}: expected 1 to {MOST_WINDOWS}", hint="one window is enough to try it")
-    from rich.console import Console
-
     from cortiq_fcd.display.eval_view import show_eval
+    from cortiq_fcd.display.results import result_console
     from cortiq_fcd.stages import evaluation
 
     with listener:
@@ -39,7 +37,7 @@ def eval_command(
     if as_json:
         write_json(found.to_json())
     else:
-        show_eval(found, Console(file=sys.stdout, highlight=False))
+        show_eval(found, result_console())
 
 
 def gate_command(
@@ -49,9 +47,8 @@ def gate_command(
     _check(file, text)
     if before is not None:
         check_source(before)
-    from rich.console import Console
-
     from cortiq_fcd.display.gate_view import show_gate
+    from cortiq_fcd.display.results import result_console
     from cortiq_fcd.stages import gating
 
     with listener:
@@ -59,7 +56,7 @@ def gate_command(
     if as_json:
         write_json(found.to_json())
     else:
-        show_gate(found, Console(file=sys.stdout, highlight=False))
+        show_gate(found, result_console())
     return found.passed is True
 
 

@@ -8,13 +8,12 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-
 from cortiq_fcd.cli.paths import check_name
 from cortiq_fcd.cli.streams import write_json, write_text
 from cortiq_fcd.display.figures import printable
 from cortiq_fcd.display.inspect_view import show_inspection
 from cortiq_fcd.display.report_view import show_record, show_report
+from cortiq_fcd.display.results import result_console
 from cortiq_fcd.errors import ConfigError
 from cortiq_fcd.io.reader import open_model
 from cortiq_fcd.stages.inspection import inspect_model
@@ -42,7 +41,7 @@ def report_command(file: Path, *, as_json: bool, page: Path | None = None) -> No
         elif page is not None:
             write_text(f"{page}: written, open it in a browser\n")
         return
-    console = Console(file=sys.stdout, highlight=False)
+    console = result_console()
     if beside is not None:
         show_report(beside, console)
     elif isinstance(record, dict):
@@ -107,7 +106,7 @@ def inspect_command(file: Path, *, as_json: bool) -> None:
     if as_json:
         write_json(json.dumps(asdict(found), indent=2, ensure_ascii=False) + "\n")
     else:
-        show_inspection(found, Console(file=sys.stdout, highlight=False))
+        show_inspection(found, result_console())
 
 
 def _note(text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Callable
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -17,6 +16,7 @@ from cortiq_fcd.cli.settings import Flags, resolve
 from cortiq_fcd.display.figures import printable
 from cortiq_fcd.display.guard import Guarded
 from cortiq_fcd.display.report_view import perplexity_table, show_report
+from cortiq_fcd.display.results import result_console
 from cortiq_fcd.errors import ConfigError
 from cortiq_fcd.io.atomic import write_atomically
 from cortiq_fcd.stages.interrupt import Interruption
@@ -80,7 +80,7 @@ NewListener = Callable[[], Guarded]
 
 def run_tour(folder: Path, new_listener: NewListener) -> None:
     """Copy the model, polish it, show and explain the report; if the gate rejected everything, show what it was."""
-    console = Console(file=sys.stdout, highlight=False)
+    console = result_console()
     names = {"command": program(), "folder": printable(str(folder)), "model": MODEL, "settings": SETTINGS}
     names |= {"polished": POLISHED, "ungated": UNGATED}
     check_name(folder, str(folder))
