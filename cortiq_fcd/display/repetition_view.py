@@ -32,9 +32,9 @@ def of_report(gate: GateInfo) -> list[tuple[str, Repetition | None]]:
 
 def repetition_cells(texts: Repetition) -> list[str]:
     """One cell for each of COLUMNS."""
+    count = len(texts.texts) or 1  # a damaged report may have none
     means = [
-        sum(getattr(text, name) for text in texts.texts) / len(texts.texts)
-        for name in ("rep_2", "rep_3", "rep_4", "diversity")
+        sum(getattr(text, name) for text in texts.texts) / count for name in ("rep_2", "rep_3", "rep_4", "diversity")
     ]
     caught = sum(text.tight_loop is not None for text in texts.texts)
     distinct = "-" if texts.distinct_2 is None else f"{texts.distinct_2:.2f}"

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from cortiq_fcd.display.page import MARK, report_page
 from cortiq_fcd.display.report_view import show_report
-from cortiq_fcd.stages.report import KlInfo, PplInfo, Report
+from cortiq_fcd.stages.report import KlInfo, PplInfo, Repetition, Report
 from tests.reports import IDENTITY, REJECTED_GATE, SKIPPED_GATE, sample_report
 
 HOSTILE = "\"'><script>alert(1)</script><img src=http://x.example/ onerror=alert(1)>{{ 7*7 }}&lt;</style>\x1b[2J\u202e"
@@ -164,7 +164,9 @@ def test_places_where_no_page_can_be(name: str, tmp_path: Path) -> None:
 def test_numbers_of_a_damaged_report_are_drawn_without_a_fault() -> None:
     losses = [loss.model_copy(update={"step": 2**60 + i}) for i, loss in enumerate(sample_report().losses)]
     timing = {"polish": 1e-9, "polish.gate": 1e300, "report": -1.0, "": 2.0}
-    changed = sample_report(losses=losses, timing=timing)
+    silent = Repetition(texts=[], distinct_1=None, distinct_2=None, distinct_3=None)
+    gate = sample_report().gate.model_copy(update={"teacher_repetition": silent})
+    changed = sample_report(losses=losses, timing=timing, gate=gate)
     assert report_page(changed).count("<svg") > 1
     console = Console(file=io.StringIO(), width=80)
     show_report(changed, console)
