@@ -6,7 +6,10 @@ import re
 from typing import Any
 
 import pytest
+from rich.text import Text
+from typer.testing import CliRunner
 
+from cortiq_fcd.cli.commands import app
 from cortiq_fcd.cli.settings import SETTINGS
 from tests.command_options import options
 
@@ -29,6 +32,22 @@ def test_the_walk_sees_every_command() -> None:
 def test_it_says_its_default(command: str, option: Any) -> None:
     assert option.help, "no help at all"
     assert re.search(r"default: \S", option.help), option.help
+
+
+@pytest.mark.parametrize(("command", "option"), OPTIONS, ids=identify)
+def test_it_is_shown_as_it_is_written(command: str, option: Any) -> None:
+    """The help is drawn from markup, where [a bracket] that is not escaped vanishes."""
+    shown = Text.from_markup(option.help).plain
+    assert shown == option.help.replace("\\[", "[")
+
+
+def test_no_bracket_is_lost_on_the_way_to_the_screen() -> None:
+    """Of the settings' own texts; lines are broken anywhere."""
+    shown = CliRunner().invoke(app, ["polish", "--help"]).output
+    shown = re.sub(r"[\s│|]", "", re.sub(r"\x1b\[[0-9;]*m", "", shown))
+    texts = [found for setting in SETTINGS for found in re.findall(r"\S*\[\S*\]", setting.help)]
+    assert "cortiq-fcd[tensorboard]" in texts
+    assert [text for text in texts if text not in shown] == []
 
 
 @pytest.mark.parametrize(("command", "option"), OPTIONS, ids=identify)

@@ -225,9 +225,8 @@ def takes_settings(command: Callable[..., None] | None = None, *, only: Collecti
 
 def _option(setting: Setting) -> inspect.Parameter:
     metavar = setting.metavar or None
-    option = typer.Option(
-        setting.flag, help=setting.help, metavar=metavar, rich_help_panel=setting.panel, show_default=False
-    )
+    text = setting.help.replace("[", "\\[")  # the help is rich markup: a plain bracket would be taken for a style
+    option = typer.Option(setting.flag, help=text, metavar=metavar, rich_help_panel=setting.panel, show_default=False)
     annotation = Annotated[setting.kind | None, option]  # type: ignore[name-defined]
     return inspect.Parameter(setting.parameter, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
