@@ -55,6 +55,7 @@ def test_eval_for_people(run: Run, model: Path) -> None:
         "tokens/s",
         "layers all, 4 landmarks, window 5, sink 2",
         "12 windows of 40",
+        "on cpu f32, 1 thread ",
     ):
         assert words in out
     assert "evaluate" in err
@@ -67,6 +68,9 @@ def test_eval_for_programs(run: Run, model: Path) -> None:
     code, out, err = run("eval", model, *flags(model), "--json", "-q", "--windows", 3)
     found = EvalReport.model_validate_json(out)
     assert (code, err, found.windows.count) == (0, "", 3)
+    _, out, err = run("eval", model, *flags(model), "--windows", 1)
+    assert ": 1 window of 40" in out
+    assert ": 1 window of 40" in err
     code, out, _ = run("eval", model, *flags(model), "--json", "-q", "--o1-m", 5, "--prefill", 25, "--batch", 1)
     found = EvalReport.model_validate_json(out)
     assert found.o1 is not None
@@ -87,7 +91,7 @@ def test_gate_says_its_verdict_by_its_exit_code(run: Run, model: Path) -> None:
     code, out, _ = run("gate", model, *flags(model), "--gate-threshold", 1)
     assert code == 0
     assert out.startswith("Passed: through the served O(1) kernel ")
-    for words in ("prompt ends", "exact", "tight loop", "rep-2", "steps of 0.018"):
+    for words in ("prompt ends", "exact", "tight loop", "rep-2", "steps of 0.018", "cpu f32, 1 thread "):
         assert words in out
     code, out, err = run("gate", model, *flags(model), "--gate-threshold", 0, "--json", "-q")
     found = GateReport.model_validate_json(out)

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cortiq_fcd.display import figures
+from cortiq_fcd.display.report_rows import machine
 from cortiq_fcd.display.report_view import facts_table
 from cortiq_fcd.stages.readings import EvalReport
 
@@ -52,12 +53,12 @@ def _facts(found: EvalReport) -> list[tuple[str, str]]:
     if o1 is not None:
         layers = o1.layers if isinstance(o1.layers, str) else figures.layers(o1.layers)
         kernel = f"layers {layers}, {o1.m} landmarks, window {o1.w}, sink {o1.sink}"
-    spread = f"{windows.count} windows of {windows.seq} tokens, the prompt part {windows.prefill}"
+    spread = f"{figures.counted(windows.count, 'window')} of {windows.seq} tokens, the prompt part {windows.prefill}"
     seconds = found.exact.seconds + (found.served.seconds if found.served else 0.0)
     return [
         ("file", f"{found.file.path} ({figures.size(found.file.bytes)}, hash {found.file.dir_hash})"),
         ("kernel", kernel),
         ("text", f"{found.text.source} ({found.text.tokens:,} tokens)"),
         ("measured", f"{windows.positions:,} tokens: {spread}"),
-        ("time", f"{figures.duration(seconds)} on {found.tool.device}, {found.tool.threads} threads"),
+        ("time", f"{figures.duration(seconds)} on {machine(found.tool)}"),
     ]

@@ -54,6 +54,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def counted(number: int, noun: str) -> str:
+    """Such as "1 window" or "2 windows"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def scores(values: list[float] | None) -> str:
     """Loop scores of the gate's prompts, 0 to 1; of many prompts the worst and the mean."""
     if not values:

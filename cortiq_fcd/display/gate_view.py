@@ -9,6 +9,7 @@ from rich.text import Text
 
 from cortiq_fcd.display import figures
 from cortiq_fcd.display.repetition_view import repetition_table
+from cortiq_fcd.display.report_rows import machine
 from cortiq_fcd.display.report_view import facts_table
 from cortiq_fcd.stages.readings import GateReport, PromptVerdict
 from cortiq_fcd.stages.report import Continuation
@@ -104,6 +105,7 @@ def _facts(found: GateReport) -> list[tuple[str, str]]:
         ("text", f"{found.text.source} ({found.text.tokens:,} tokens)"),
         ("profile", f"{found.profile}: {len(found.prompts) or 'no'} prompts, {lengths}"),
         ("passes", f"{rule}; scores move in steps of {found.granularity:.3f}"),
+        ("machine", machine(found.tool)),
     ]
 
 

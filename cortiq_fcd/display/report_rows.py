@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cortiq_fcd.display import figures
-from cortiq_fcd.stages.report import GateInfo, Report, Triple
+from cortiq_fcd.stages.report import GateInfo, Report, ToolInfo, Triple
 
 VERDICTS = {True: "passed", False: "failed", None: "not decoded: couldn't win"}
 PERPLEXITY_COLUMNS = ("exact", "start", "OUT", "change")
@@ -26,7 +26,7 @@ def perplexity_rows(report: Report) -> list[tuple[str, ...]]:
         )
         for name, row in named
     ]
-    rows.append(("windows that chose nothing", "", "", figures.perplexity(ppl.untouched), ""))
+    rows.append(("untouched windows", "", "", figures.perplexity(ppl.untouched), ""))
     nats = (figures.nats(kl.start), figures.nats(kl.final), figures.change(kl.start, kl.final))
     return [*rows, ("KL to exact, served (nats)", "", *nats)]
 
@@ -64,7 +64,7 @@ def gate_words(gate: GateInfo) -> str:
     words = f"a prompt passes at {gate.threshold:.2f} or less, and at most {gate.slack:.2f} above its score before"
     words += f", in steps of {gate.granularity:.3f}" if gate.granularity is not None else ""
     words += "; strict: a text that ends in a tight loop fails" if gate.profile == "strict" else ""
-    return words + ("; * = chosen" if gate.chosen is not None else "; nothing was chosen")
+    return words + ("" if gate.chosen is not None else "; nothing was chosen")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def report_facts(report: Report) -> list[tuple[str, str]]:
         ("source", f"{report.source.path} ({figures.size(report.source.bytes)}, hash {report.source.dir_hash})"),
         ("output", f"{out.path} ({figures.size(out.bytes)}, hash {out.dir_hash}{saved})"),
         ("tensors", f"{out.tensors_written} written, {out.tensors_copied} copied byte for byte"),
-        ("tool", f"{report.tool.name} {report.tool.version}, torch {report.tool.torch}, {machine(report)}"),
+        ("tool", f"{report.tool.name} {report.tool.version}, torch {report.tool.torch}, {machine(report.tool)}"),
         ("created", report.created),
     ]
     if recipe.teacher is not None:
@@ -130,7 +130,6 @@ def report_facts(report: Report) -> list[tuple[str, str]]:
     return facts
 
 
-def machine(report: Report) -> str:
-    """What it ran on."""
-    threads = f"{report.tool.threads} thread{'' if report.tool.threads == 1 else 's'}"
-    return f"{report.tool.device} {report.tool.precision}, {threads}"
+def machine(tool: ToolInfo) -> str:
+    """What it ran on: device, precision of matrix products, threads."""
+    return f"{tool.device} {tool.precision}, {figures.counted(tool.threads, 'thread')}"

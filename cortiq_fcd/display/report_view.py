@@ -34,7 +34,8 @@ def show_report(report: Report, console: Console) -> None:
     console.print(Text(figures.printable(sentence(report)), style="bold"))
     _section(console, "Perplexity (lower is better)", perplexity_table(report))
     _section(console, "Generation gate", gate_table(report.gate))
-    console.print(Padding(Text(figures.printable(gate_words(report.gate)), style="dim"), (0, 0, 0, 2)))
+    rule = figures.printable(gate_words(report.gate)) + ("; * = chosen" if report.gate.chosen is not None else "")
+    console.print(Padding(Text(rule, style="dim"), (0, 0, 0, 2)))
     repetition = repetition_table(of_report(report.gate))
     if repetition.row_count:
         _section(console, "How much the texts repeat (rep-n: share of repeated n-grams)", repetition)

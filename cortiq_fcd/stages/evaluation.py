@@ -65,7 +65,8 @@ def run(
         progress.warn(*read.notes)
         offsets = _offsets(read, train.seq, count or FINAL_ROUNDS * train.batch, progress)
         network = reading.load(device, progress)
-        with progress.stage("evaluate", f"{len(offsets)} windows of {train.seq} tokens"):
+        noun = "window" if len(offsets) == 1 else "windows"
+        with progress.stage("evaluate", f"{len(offsets)} {noun} of {train.seq} tokens"):
             exact, served, kl = _measure(network, reading, read, offsets, train.seq, FINAL_ROUNDS * train.batch)
     seal = reading.conversion.seal
     positions = len(offsets) * (train.seq - seal)

@@ -109,6 +109,29 @@ def test_hashes_recipe_and_reason_are_there() -> None:
     assert SKIPPED_GATE.reason in words
 
 
+def test_one_text_has_one_hash() -> None:
+    """Which is told apart from a validation text that was trained on."""
+    apart = sample_report().corpus
+    tenth = apart.model_copy(
+        update={"val_sha256": apart.train_sha256, "source": "train: built-in; val: its last 100000 tokens"}
+    )
+    twice = tenth.model_copy(update={"source": "train: a.txt; val: a.txt"})
+    for corpus, rows, words in ((apart, 2, "validation text"), (tenth, 1, "last tenth"), (twice, 1, "and validation")):
+        section = report_page(sample_report(corpus=corpus)).split('id="hashes"')[1]
+        assert section.count("SHA-256") == rows
+        assert words in section
+        assert ("never trained on" in section) == (corpus is tenth)
+
+
+def test_a_star_is_not_explained_where_none_is_drawn() -> None:
+    assert "* =" not in report_page(sample_report())
+
+
+def test_the_footers_command_finds_the_file() -> None:
+    output = sample_report().output.model_copy(update={"path": "some where/out.cmf"})
+    assert "report &#39;some where/out.cmf&#39; --json" in report_page(sample_report(output=output))
+
+
 def test_plots_survive_flat_and_missing_values() -> None:
     report = sample_report()
     flat = [loss.model_copy(update={"ce": 1.0, "kl": 0.0, "grad_norm": None}) for loss in report.losses]
@@ -135,6 +158,9 @@ def test_the_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     for path in (other, tmp_path):
         with pytest.raises(ConfigError, match="--html"):
             write_page(sample_report(), path)
+    for folder in (tmp_path / "missing", other):
+        with pytest.raises(ConfigError, match="there is no directory"):
+            write_page(sample_report(), folder / "report.html")
     assert other.read_bytes() == b"mine"
 
 

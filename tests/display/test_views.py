@@ -56,6 +56,7 @@ def test_polished() -> None:
     ]
     assert "step 0 (before)" in text
     assert "passed *" in text
+    assert "; * = chosen" in text
     assert "not decoded: couldn't win" in text
     assert "layers 0-3, 5" in text
     assert "! text beyond 2000000 bytes was cut off" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -42,6 +43,7 @@ def report_page(report: Report) -> str:
         mark=MARK,
         r=report,
         name=PurePath(report.output.path).name,
+        quoted_path=shlex.quote(report.output.path),
         sentence=sentence(report).replace(" -> ", " → "),
         badge=_badge(report),
         tiles=list(_tiles(report)),
@@ -191,9 +193,18 @@ def _series(losses: list[LossRecord], field: str) -> list[Point]:
 
 
 def _hashes(report: Report) -> list[tuple[str, str]]:
-    return [
+    corpus = report.corpus
+    rows = [
         ("source, tensor directory", report.source.dir_hash),
         ("output, tensor directory", report.output.dir_hash),
-        ("training text, SHA-256", report.corpus.train_sha256),
-        ("validation text, SHA-256", report.corpus.val_sha256),
     ]
+    if corpus.train_sha256 != corpus.val_sha256:
+        return [
+            *rows,
+            ("training text, SHA-256", corpus.train_sha256),
+            ("validation text, SHA-256", corpus.val_sha256),
+        ]
+    name = "text, SHA-256 (training and validation)"
+    if corpus.source.endswith(f"its last {corpus.val_tokens} tokens"):
+        name = "text, SHA-256 (validation is its last tenth, never trained on)"
+    return [*rows, (name, corpus.train_sha256)]
