@@ -126,6 +126,19 @@ def judgement(
     return Judgement(scores, passed, spoken, caught)
 
 
+def loops_of_exact(config: GateConfig, exact: Judgement) -> str:
+    """What to tell where even exact attention is over the threshold: no training can be held against that. "": not so.
+    """
+    over = [(n, score) for n, score in enumerate(exact.scores, 1) if score > config.threshold + ROUNDING]
+    if not over:
+        return ""
+    scores = ", ".join(f"{score:.2f} on prompt {n}" for n, score in over)
+    return (
+        f"exact attention itself scores {scores} (limit {config.threshold:.2f}): a checkpoint that speaks as it does "
+        "would not pass; consider a higher --gate-threshold or another --val-corpus"
+    )
+
+
 def passes(config: GateConfig, scores: tuple[float, ...], baseline: tuple[float, ...]) -> bool:
     """Whether every prompt's score is within the threshold and within the slack over its baseline; equal passes."""
     return all(passes_one(config, score, before) for score, before in zip(scores, baseline, strict=True))

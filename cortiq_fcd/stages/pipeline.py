@@ -172,6 +172,8 @@ def _polish(
     network = _load(job, model, teacher_model, device, progress, ranks)
     before = checkpoint.before if checkpoint else _measure_before(job, network, config, progress, ranks)
     judged = _gate(before, job, config, ranks)
+    if judged and (told := gate.loops_of_exact(config.gate, judged.exact)):
+        progress.warn(told)
     trained = _train(job, network, before, judged, checkpoint, config, interruption, progress, ranks)
     del checkpoint
     with progress.stage("evaluate", "after training"):

@@ -28,7 +28,8 @@ from cortiq_fcd.events import DoneEvent, EvalEvent, Event, GateEvent, StageEvent
 from cortiq_fcd.io.layout import DType
 from cortiq_fcd.io.reader import open_model
 from cortiq_fcd.io.verify import verify_model
-from cortiq_fcd.stages import pipeline, polish
+from cortiq_fcd.stages import gate, pipeline, polish
+from cortiq_fcd.stages.artefacts import Gate
 from cortiq_fcd.stages.config import PolishConfig
 from cortiq_fcd.stages.report import Provenance, Report
 from tests.fixtures import GOLDEN, NO_GOLDEN, Tiny, tiny_text, tiny_tokenizer, write_arrays
@@ -342,6 +343,26 @@ def test_a_gate_that_can_not_run_is_skipped_with_its_reason(folder: Path) -> Non
     assert [e.message for e in events if isinstance(e, WarningEvent)] == report.warnings
     assert not [e for e in events if isinstance(e, GateEvent)]
     assert cmf_reader.read(folder / "out.cmf")[0]["provenance"]["fcd"]["gate"]["status"] == "skipped"
+
+
+def test_a_gate_that_exact_attention_would_not_pass_is_told_before_training(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = gate.run
+
+    def looping(*arguments: Any) -> Gate | None:
+        judged = real(*arguments)
+        assert judged is not None
+        return replace(judged, exact=replace(judged.exact, scores=(0.6, 0.35, 0.4)))
+
+    monkeypatch.setattr(gate, "run", looping)
+    events: list[Event] = []
+    polished_by(folder, events.append, gate_threshold=0.35)
+    kinds = [type(e) for e in events if isinstance(e, StepEvent) or "exact" in getattr(e, "message", "")]
+    assert kinds == [WarningEvent] + [StepEvent] * STEPS
+    (told,) = (e.message for e in events if "exact attention itself" in getattr(e, "message", ""))
+    assert "scores 0.60 on prompt 1, 0.40 on prompt 3 (limit 0.35)" in told
+    assert "--gate-threshold" in told
 
 
 def test_a_skipped_gate_under_require_pass(folder: Path) -> None:
