@@ -139,6 +139,14 @@ def test_missing_file(run: Run, command: list[str]) -> None:
     assert ran.err == "error: no.cmf: there is no such file\nhint: check the path\n"
 
 
+def test_a_model_that_was_not_converted(run: Run, tmp_path: Path) -> None:
+    assert "name a file in it" in run("polish", tmp_path, "out.cmf").err
+    (tmp_path / "config.json").write_text("{}")
+    ran = run("polish", tmp_path, "out.cmf")
+    assert is_expected_error(ran, 2)
+    assert f"hint: convert it first: cortiq-fcd convert {tmp_path} model.cmf\n" in ran.err
+
+
 @pytest.mark.parametrize("command", ["report", "inspect"])
 def test_wrong_magic(run: Run, command: str, tmp_path: Path) -> None:
     (tmp_path / "bad.cmf").write_bytes(b"GGUF" + bytes(200))

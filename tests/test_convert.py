@@ -106,7 +106,9 @@ def test_a_model_that_is_not_supported_leaves_nothing(run: Run, tmp_path: Path) 
         ran = run("convert", folder, tmp_path / "out.cmf")
         assert (ran.code, ran.out) == (4, "")
         assert ("k_proj" if "heads" in key else key) in ran.err
-    assert run("convert", tmp_path / "nothing", tmp_path / "out.cmf").code == 2
+    missing = run("convert", "Org/Name", tmp_path / "out.cmf")
+    assert missing.code == 2
+    assert "hint: nothing is downloaded" in missing.err
     (tmp_path / "0" / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
     (tmp_path / "0" / "model.safetensors").write_bytes(b"nonsense")
     assert run("convert", tmp_path / "0", tmp_path / "out.cmf").code == 3

@@ -17,6 +17,9 @@ def check_source(file: Path) -> None:
     if not file.exists():
         raise ConfigError(f"{file}: there is no such file", hint="check the path")
     if file.is_dir():
+        if (file / "config.json").is_file():
+            hint = f"convert it first: cortiq-fcd convert {file} model.cmf"
+            raise ConfigError(f"{file} is a HuggingFace model's folder; a CMF file is expected", hint=hint)
         raise ConfigError(f"{file} is a folder; a CMF file is expected", hint="name a file in it")
     if not file.is_file():
         raise ConfigError(f"{file}: is not a regular file", hint="copy what it holds into a file first")

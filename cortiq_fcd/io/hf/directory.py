@@ -28,7 +28,9 @@ class HfDirectory:
 def open_directory(path: Path) -> HfDirectory:
     """Read everything but the payloads. ConfigError for what is missing, CmfFormatError for what is damaged."""
     if not path.is_dir():
-        raise ConfigError(f"{path}: there is no such directory", hint="give a directory with a config.json")
+        raise ConfigError(
+            f"{path}: there is no such directory", hint="nothing is downloaded: get the model's directory first"
+        )
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path}: there is no config.json in it", hint="give the directory of a HuggingFace model")
     config = read_object(path / "config.json")
