@@ -147,7 +147,8 @@ class LiveDisplay:
     def _verdicts(self) -> Iterable[RenderableType]:
         for verdict in self._state.gates[-VERDICTS_SHOWN:]:
             word, style = ("passed", "green") if verdict.passed else ("failed", "red")
-            line = self._line(f"  {f'gate @{verdict.step}':<{NAME_COLUMNS}} ").append(word, style=style)
+            name = f"gate{self._state.gate_place(verdict, '@')}"
+            line = self._line(f"  {name:<{NAME_COLUMNS}} ").append(word, style=style)
             scores = figures.scores(verdict.scores) + figures.tight_loops(verdict.tight_loops)
             yield line.append(f"  loop scores {scores}", style="dim")
 

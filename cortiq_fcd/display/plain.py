@@ -58,7 +58,7 @@ class Plain:
         if isinstance(event, GateEvent):
             verdict = "passed" if event.passed else "failed"
             scores = figures.scores(event.scores) + figures.tight_loops(event.tight_loops)
-            return f"gate step {event.step}: {verdict}, loop scores {scores}"
+            return f"gate{self._state.gate_place(event, 'step ')}: {verdict}, loop scores {scores}"
         if isinstance(event, WarningEvent):
             return f"warning: {event.message}"
         return done_text(event)

@@ -44,6 +44,10 @@ class RunState:
     _first_step_at_s: float | None = None
     _last_step_at_s: float = 0.0
 
+    def gate_place(self, event: GateEvent, mark: str) -> str:
+        """Where in a polish a verdict was given, such as " step 5"; "" for the one of `gate`, which knows no steps."""
+        return f" {mark}{event.step}" if "polish" in self.stages else ""
+
     def update(self, event: Event) -> None:
         """Take one event in."""
         if isinstance(event, StageEvent):

@@ -127,8 +127,7 @@ def judgement(
 
 
 def loops_of_exact(config: GateConfig, exact: Judgement) -> str:
-    """What to tell where even exact attention is over the threshold: no training can be held against that. "": not so.
-    """
+    """What to tell where even exact attention is over the threshold; "" where it is not."""
     over = [(n, score) for n, score in enumerate(exact.scores, 1) if score > config.threshold + ROUNDING]
     if not over:
         return ""

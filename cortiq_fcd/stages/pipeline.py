@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -101,7 +102,8 @@ def dry_run(
     *,
     protected: Iterable[Path] = (),
 ) -> Forecast:
-    """What `run` would do and need. All checks of `run` are made; nothing is written. Raises as `run` does."""
+    """What `run` would do and need. All checks of `run` are made; nothing is written. Raises as `run` does, but
+    for an `out` that exists: a warning."""
     with open_model(source) as model:
         return forecast(model, out, config, listener, ranks, protected=protected)
 
@@ -118,7 +120,12 @@ def forecast(
     """As `dry_run`, of a file that is open, or not written yet."""
     progress = Progress(listener)
     device = choose_device(config.compute, ranks)
-    job = prepare(model, out, config, device, progress, protected, ranks)
+    # An OUT that is there is no obstacle to a forecast, whatever else --force can't help with is.
+    allowed = config.model_copy(update={"output": config.output.model_copy(update={"force": True})})
+    lacks_force = os.path.lexists(out) and not config.output.force
+    job = prepare(model, out, allowed if lacks_force else config, device, progress, protected, ranks)
+    if lacks_force and not is_own(out, job.checkpoints):
+        progress.warn(f"{out} exists already: the run needs --force to replace it, or another name")
     resumes_after = _resumes_after(job, config)
     return Forecast(
         layers=list(job.conversion.layers),

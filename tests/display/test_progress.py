@@ -77,6 +77,13 @@ def test_plain_lines() -> None:
     assert lines[-1].endswith(f"{SENTENCE} Written: out.cmf, report: out.cmf.report.json")
 
 
+def test_the_verdict_of_the_gate_command_has_no_step() -> None:
+    stream = io.StringIO()
+    with make_listener("plain", stream) as listener:
+        listener(GateEvent(step=0, scores=[0.05], passed=True))
+    assert "gate: passed, loop scores 0.05" in stream.getvalue()
+
+
 def test_verbose_has_a_line_for_every_step() -> None:
     assert sum(" step " in line and "ce 3.2" in line for line in lines_of("plain", verbose=True)) == 40
 

@@ -505,6 +505,20 @@ def test_an_existing_out_needs_force(folder: Path) -> None:
     assert verify_model(folder / "out.cmf") == []
 
 
+def test_a_dry_run_tells_of_an_existing_out(folder: Path) -> None:
+    (folder / "out.cmf").write_bytes(b"mine")
+
+    def warned(**changes: Any) -> bool:
+        told = pipeline.dry_run(folder / "in.cmf", folder / "out.cmf", settings(folder, **changes))
+        return any("--force" in warning for warning in told.warnings)
+
+    assert warned()
+    assert not warned(output_force=True)
+    assert (folder / "out.cmf").read_bytes() == b"mine"
+    with pytest.raises(ConfigError, match="same file"):
+        pipeline.dry_run(folder / "in.cmf", folder / "in.cmf", settings(folder))
+
+
 @pytest.mark.parametrize("link", [os.link, os.symlink, None])
 def test_out_may_not_be_the_input(folder: Path, link: Callable[[Path, Path], None] | None) -> None:
     out = folder / "out.cmf"
