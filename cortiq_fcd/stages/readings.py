@@ -11,6 +11,7 @@ from pydantic import Field
 
 from cortiq_fcd.stages.report import (
     Continuation,
+    Document,
     GateStatus,
     MemoryInfo,
     O1Info,
@@ -46,7 +47,7 @@ class Side(Record):
     tokens_per_s: float = Field(ge=0, description="decoded tokens a second, all windows together, prompt passes aside")
 
 
-class EvalReport(Record):
+class EvalReport(Document):
     """What `eval` prints as JSON."""
 
     schema_id: Literal["cortiq-fcd-eval/1"] = Field(
@@ -66,10 +67,6 @@ class EvalReport(Record):
     memory: MemoryInfo
     warnings: list[str] = Field(default=[], description="what a user should know")
 
-    def to_json(self) -> str:
-        """The document as text."""
-        return self.model_dump_json(by_alias=True, indent=2) + "\n"
-
 
 class PromptVerdict(Record):
     """One prompt of the gate and what follows it."""
@@ -83,7 +80,7 @@ class PromptVerdict(Record):
     passed: bool = Field(description="whether this prompt passes")
 
 
-class GateReport(Record):
+class GateReport(Document):
     """What `gate` prints as JSON."""
 
     schema_id: Literal["cortiq-fcd-gate/1"] = Field(
@@ -119,7 +116,3 @@ class GateReport(Record):
     prompts: list[PromptVerdict] = Field(default=[], description="one entry a prompt")
     memory: MemoryInfo
     warnings: list[str] = Field(default=[], description="what a user should know")
-
-    def to_json(self) -> str:
-        """The document as text."""
-        return self.model_dump_json(by_alias=True, indent=2) + "\n"

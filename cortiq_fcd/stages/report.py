@@ -33,6 +33,14 @@ class Record(BaseModel):
     )
 
 
+class Document(Record):
+    """A record that is printed, or written, as a JSON file of its own."""
+
+    def to_json(self) -> str:
+        """The document as JSON text, the way it is written."""
+        return self.model_dump_json(by_alias=True, indent=2) + "\n"
+
+
 class ToolInfo(Record):
     """The program that wrote the file, and what it ran on."""
 
@@ -249,7 +257,7 @@ class MemoryInfo(Record):
     peak_device_bytes: int | None = Field(default=None, ge=0, description="peak accelerator memory, bytes; null on CPU")
 
 
-class Report(Record):
+class Report(Document):
     """What a polish did: OUT.report.json."""
 
     schema_id: Literal["cortiq-fcd-report/1"] = Field(
@@ -275,10 +283,6 @@ class Report(Record):
     timing: dict[str, float] = Field(default={}, description="seconds of each stage; polish.X: of a phase of polish")
     memory: MemoryInfo = MemoryInfo()
     warnings: list[str] = Field(default=[], description="what a user should know")
-
-    def to_json(self) -> str:
-        """The report as JSON text, the way it is written beside OUT."""
-        return self.model_dump_json(by_alias=True, indent=2) + "\n"
 
     @classmethod
     def read(cls, path: Path) -> Report:
