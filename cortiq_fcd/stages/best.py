@@ -12,8 +12,7 @@ from torch import Tensor
 from cortiq_fcd.errors import ResourceError
 from cortiq_fcd.io.tensor_file import StoredVector, open_tensors, write_tensors
 from cortiq_fcd.stages.artefacts import Vector
-
-PATTERN = "best-*.safetensors"
+from cortiq_fcd.stages.checkpoint_folder import BEST
 
 
 class Best(Protocol):
@@ -69,7 +68,7 @@ class BestOnDisk:
             held = values.detach().cpu().numpy() if isinstance(values, Tensor) else values
             self._hash = write_tensors(path, {"masters": held})
         self._path = path
-        for old in self._folder.glob(PATTERN):
+        for old in self._folder.glob(BEST):
             if old != path:
                 with contextlib.suppress(OSError):
                     old.unlink()

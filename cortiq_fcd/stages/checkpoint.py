@@ -1,11 +1,5 @@
 """Checkpoints of a running polish in OUT.partial/, so that a killed run goes on and ends with the same bytes.
 
-    OUT.partial/checkpoint-000007.safetensors    masters, both moments, the best state: flat f32 vectors
-    OUT.partial/checkpoint-000007.json           everything else, and both hashes; written last: the mark of a whole one
-    OUT.partial/best-000025.safetensors          the best state of step 25, while a run with a memory budget is at work
-    OUT.partial/lock                             held while a run is at work
-    OUT.partial/out.json                         the record of the OUT that is being written
-
 The two newest are kept, whoever wrote them. One that belongs to other input, options, versions or threads is not used;
 it goes when the run at hand has saved twice.
 """
@@ -15,38 +9,38 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-import stat
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from cortiq_fcd.errors import ConfigError, CortiqError, ResourceError
+from cortiq_fcd.errors import CortiqError
 from cortiq_fcd.io.atomic import write_atomically
 from cortiq_fcd.io.hashing import hash64
 from cortiq_fcd.io.paths import is_regular
 from cortiq_fcd.io.tensor_file import F32, StoredVector, open_tensors, write_tensors
+from cortiq_fcd.stages import checkpoint_folder
 from cortiq_fcd.stages.artefacts import Before, TrainingRecord, TrainingState, Vector
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from cortiq_fcd.stages.checkpoint_folder import (
+    ANNOUNCEMENT,
+    finished,
+    folder_of,
+    free_name,
+    is_ours,
+    newest_first,
+    remove,
+    unfinished,
+    unlink_ours,
+)
 
 FORMAT = "cortiq-fcd-checkpoint/2"
 GENERATIONS = 2
 # Facts of an identity that may both differ when the first one does.
 PROCESSES, THREADS = "the number of processes", "the number of threads"
 UNKNOWN = "not known yet"  # a fact of an identity that agrees with every other
-_NAME = re.compile(r"checkpoint-(\d{6,})\.json")
-_TENSORS = re.compile(r"(checkpoint|best)-(\d{6,})\.safetensors")
-_TEMPORARY = re.compile(r"\.((checkpoint|best)-\d{6,}\.(json|safetensors)|out\.json)\.[0-9a-f]{16}\.partial")
-_CHECKPOINT_BEGINS, _OUT_BEGINS = b'{"hash64":', b'{"identity":'
-_MOST_TENSORS_HEADER = 1 << 12  # bytes; those of ours name four tensors
 
 
 @dataclass(frozen=True)
@@ -78,27 +72,6 @@ class Found:
     differences: tuple[str, ...]  # of the newest whole one that belongs to another run
 
 
-def folder_of(out: Path) -> Path:
-    """Where the checkpoints of a polish into `out` lie."""
-    return out.with_name(out.name + ".partial")
-
-
-def finished_of(out: Path) -> Path:
-    """What the folder is called for the moment in which it is removed."""
-    return _finished(folder_of(out))
-
-
-def check_folder(out: Path) -> None:
-    """ConfigError if something that is not this program's stands where checkpoints into `out` would go."""
-    folder = folder_of(out)
-    hint = "move it away, or name another OUT"
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise ConfigError(f"{folder}: is no directory, and checkpoints go into one of this name", hint=hint)
-    for path in (folder / "lock", folder / "out.json"):
-        if os.path.lexists(path) and not _is_ours(path):
-            raise ConfigError(f"{path}: is not this program's, and checkpoints need the name", hint=hint)
-
-
 class Checkpoints:
     """The checkpoints of one run. `identity` is what must be equal for a run to end with the same bytes, by name."""
 
@@ -111,9 +84,9 @@ class Checkpoints:
 
     def find(self) -> Found:
         """The newest usable checkpoint; its tensors are checked, and stay in the file until they are wanted."""
-        damaged = _unfinished(self.folder)
+        damaged = unfinished(self.folder)
         differences: tuple[str, ...] = ()
-        for path in _newest_first(self.folder):
+        for path in newest_first(self.folder):
             try:
                 body = _read_body(path)
                 others = _differences(body.identity, self._identity)
@@ -132,29 +105,11 @@ class Checkpoints:
             return Found(Checkpoint(processes, body.before, state), tuple(damaged), differences)
         return Found(None, tuple(damaged), differences)
 
-    @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Make the folder and hold its lock inside the block; an empty folder goes at the end.
-
-        ConfigError if another run is at work there, ResourceError if it can't be made.
-        """
-        try:
-            self.folder.mkdir(exist_ok=True)
-            lock = _open_lock(self.folder / "lock")
-        except OSError as error:
-            raise ResourceError(f"{self.folder}: can't be written ({error.strerror})") from error
-        with lock:
-            if not _locked(lock):
-                raise ConfigError(f"{self.folder}: another run is at work there", hint="name another OUT")
-            _remove(_finished(self.folder))
-            try:
-                yield
-            finally:
-                for best in self.folder.glob("best-*.safetensors"):  # checkpoints hold copies
-                    _unlink_ours(best)
-                writing = self._thread is not None and self._thread.is_alive()
-                if not writing and [path.name for path in self.folder.glob("*")] == ["lock"]:
-                    _remove(self.folder)
+    def at_work(self) -> contextlib.AbstractContextManager[None]:
+        """Make and hold the folder inside the block; raises as `checkpoint_folder.at_work` does."""
+        return checkpoint_folder.at_work(
+            self.folder, may_go=lambda: self._thread is None or not self._thread.is_alive()
+        )
 
     def save(self, state: TrainingState, before: Before, *, copies: bool = True) -> None:
         """Copy the state and write it in the background, or write it at once where there is no memory for `copies`.
@@ -184,12 +139,12 @@ class Checkpoints:
     def announce(self, record: dict[str, Any]) -> None:
         """Say that an OUT with this record is about to be written: if it is there later, it is this run's own."""
         text = json.dumps({"identity": self._identity, "fcd": record}).encode()
-        write_atomically(self.folder / "out.json", lambda file: file.write(text))
+        write_atomically(self.folder / ANNOUNCEMENT, lambda file: file.write(text))
 
     def has_announced(self, record: Any) -> bool:
         """Whether an OUT with this record comes from this very run."""
         try:
-            said = json.loads((self.folder / "out.json").read_bytes())
+            said = json.loads((self.folder / ANNOUNCEMENT).read_bytes())
         except (OSError, ValueError):
             return False
         known = isinstance(said, dict) and isinstance(said.get("identity"), dict)
@@ -203,18 +158,21 @@ class Checkpoints:
     def clear(self) -> list[str]:
         """Remove the folder, at the end of a run. Files of others stay, and a note says so."""
         try:
-            if all(_is_ours(path) for path in self.folder.iterdir()):
+            if all(is_ours(path) for path in self.folder.iterdir()):
                 # In one move, so that a kill in between leaves no half of a checkpoint beside a finished OUT.
-                _remove(self.folder.rename(_finished(self.folder)))
+                remove(self.folder.rename(finished(self.folder)))
             else:
-                _remove(self.folder)
+                remove(self.folder)
         except OSError as error:
             return [f"{self.folder} could not be removed ({error.strerror})"]
         return [f"{self.folder} holds files that are not this program's: it stays"] if self.folder.exists() else []
 
+    def _is_writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def _write(self, record: TrainingRecord, tensors: dict[str, F32 | StoredVector], before: Before) -> None:
         try:
-            path = _free_name(self.folder)
+            path = free_name(self.folder)
             tensors_hash = write_tensors(path.with_suffix(".safetensors"), tensors)
             body = asdict(Body(FORMAT, self._identity, before, record, tensors_hash))
             text = json.dumps({"hash64": _hash(body), "body": body}).encode()
@@ -225,89 +183,10 @@ class Checkpoints:
             self._failure = error
 
     def _prune(self) -> None:
-        for old in _newest_first(self.folder)[GENERATIONS:]:
+        for old in newest_first(self.folder)[GENERATIONS:]:
             # Its marker first: without one it is no checkpoint any more.
             for path in (old, old.with_suffix(".safetensors")):
-                _unlink_ours(path)
-
-
-def _free_name(folder: Path) -> Path:
-    """The next JSON file, with no other's tensors under its number."""
-    number = next((_number(path) for path in _newest_first(folder)), 0) + 1
-    while True:
-        path = folder / f"checkpoint-{number:06d}.json"
-        tensors = path.with_suffix(".safetensors")
-        if not os.path.lexists(path) and (not os.path.lexists(tensors) or _is_ours(tensors)):
-            return path
-        number += 1
-
-
-def _open_lock(path: Path) -> BinaryIO:
-    """Never emptied, never through a link, and without waiting at a pipe: the name may be somebody else's."""
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    file = os.fdopen(os.open(path, flags, 0o666), "rb", buffering=0)
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
-    raise ConfigError(f"{path}: is not a regular file", hint="move it away, or name another OUT")
-
-
-def _is_ours(path: Path) -> bool:
-    """By name, kind and first bytes: only such files may be deleted. An empty one is what a broken disk leaves."""
-    named = _NAME.fullmatch(path.name) or _TENSORS.fullmatch(path.name) or path.name in ("lock", "out.json")
-    temporary = _TEMPORARY.fullmatch(path.name)
-    if not (named or temporary) or not is_regular(path):
-        return False
-    try:
-        with path.open("rb") as file:
-            head = file.read(8)
-            if temporary or not head:
-                return True
-            if path.suffix == ".safetensors":
-                return b'"masters"' in file.read(min(int.from_bytes(head, "little"), _MOST_TENSORS_HEADER))
-            begins = _OUT_BEGINS if path.name == "out.json" else _CHECKPOINT_BEGINS
-            return path.name != "lock" and (head + file.read(len(begins))).startswith(begins)
-    except OSError:
-        return False
-
-
-def _unlink_ours(path: Path) -> None:
-    if _is_ours(path):
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
-def _locked(file: BinaryIO) -> bool:
-    """Lock a file for this process; false if another one has it."""
-    if fcntl is not None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:  # some network file systems know no locks
-            return True
-    return True
-
-
-def _newest_first(folder: Path) -> list[Path]:
-    """The JSON files of all checkpoints."""
-    try:
-        found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and is_regular(path)]
-    except OSError:
-        return []
-    return sorted(found, key=_number, reverse=True)
-
-
-def _number(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    return int(match[1]) if match else 0
-
-
-def _unfinished(folder: Path) -> list[str]:
-    """Notes on tensors without the JSON file that would make them a checkpoint, newer than every one that has it."""
-    newest = next((path.stem for path in _newest_first(folder)), "")
-    found = sorted(folder.glob("checkpoint-*.safetensors")) if folder.is_dir() else []
-    return [f"{path.with_suffix('')} is incomplete (it has no JSON file)" for path in found if path.stem > newest]
+                unlink_ours(path)
 
 
 def _hash(body: dict[str, Any]) -> str:
@@ -351,19 +230,6 @@ def _differences(recorded: Mapping[str, str], now: Mapping[str, str]) -> tuple[s
         for name in names
         if now.get(name) not in (UNKNOWN, recorded.get(name))
     )
-
-
-def _finished(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.finished")
-
-
-def _remove(folder: Path) -> None:
-    """Delete our files, and the folder if nothing else is in it."""
-    if folder.is_dir() and not folder.is_symlink():
-        for path in folder.iterdir():
-            _unlink_ours(path)
-        with contextlib.suppress(OSError):
-            folder.rmdir()
 
 
 def _first_line(error: Exception) -> str:

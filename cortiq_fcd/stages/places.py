@@ -11,7 +11,7 @@ from cortiq_fcd.errors import ConfigError
 from cortiq_fcd.io.atomic import check_output_path
 from cortiq_fcd.io.paths import is_inside, is_regular
 from cortiq_fcd.io.planned import AnyModel
-from cortiq_fcd.stages.checkpoint import check_folder, finished_of, folder_of
+from cortiq_fcd.stages.checkpoint_folder import ANNOUNCEMENT, check_folder, finished, folder_of
 from cortiq_fcd.stages.config import PolishConfig
 
 
@@ -26,10 +26,10 @@ def check_places(inputs: list[Path], out: Path, config: PolishConfig) -> Path:
     """The report's path. ConfigError, ResourceError: as `check_output_path`, `check_folder`, and for places of ours."""
     check_folder(out)
     # An OUT that was announced may be this run's own, of a process that was killed after it: known later.
-    announced = is_regular(folder_of(out) / "out.json")
+    announced = is_regular(folder_of(out) / ANNOUNCEMENT)
     check_output_path(inputs, out, config.output.force or announced)
     for path in inputs:
-        if is_inside(path, folder_of(out)) or is_inside(path, finished_of(out)):
+        if is_inside(path, folder_of(out)) or is_inside(path, finished(folder_of(out))):
             raise ConfigError(
                 f"{path}: is inside {folder_of(out)}, whose files go when the run ends",
                 hint="move it, or name another OUT",
@@ -50,7 +50,7 @@ def check_places(inputs: list[Path], out: Path, config: PolishConfig) -> Path:
 def _is_ours(report: Path, out: Path) -> bool:
     temporary = rf"\.{re.escape(out.name)}(\.[0-9a-f]{{16}}\.partial|\.converted\.cmf)"
     beside = report.parent.resolve() == out.parent.resolve()
-    folders = (folder_of(out), finished_of(out))
+    folders = (folder_of(out), finished(folder_of(out)))
     return (beside and bool(re.fullmatch(temporary, report.name))) or any(is_inside(report, f) for f in folders)
 
 
