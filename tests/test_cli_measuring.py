@@ -77,6 +77,25 @@ def test_eval_for_programs(run: Run, model: Path) -> None:
     assert (found.o1.m, found.windows.prefill, found.windows.count) == (5, 25, 6)
 
 
+def test_eval_sweeps_and_chooses(run: Run, model: Path) -> None:
+    code, out, _ = run("eval", model, *flags(model), "--sweep", "--windows", 2, "-q")
+    assert code == 0
+    for words in ("no far field", "landmarks", "sinks", "At window 5, 4 landmarks cost least: "):
+        assert words in out
+    found = EvalReport.model_validate_json(run("eval", model, *flags(model), "--sweep", "--json", "-q")[1])
+    assert found.sweep is not None
+    assert {row.varied for row in found.sweep} == {"landmarks", "window", "sinks"}
+    chosen = EvalReport.model_validate_json(run("eval", model, *flags(model), "--o1", "auto:1", "--json", "-q")[1])
+    assert chosen.o1 is not None
+    assert chosen.o1.costs is not None
+    assert len(chosen.o1.costs) == MODEL.layers
+    shown = run("eval", model, *flags(model), "--o1", "auto:1", "-q")[1]
+    assert f"these layers cost least of {MODEL.layers}" in " ".join(shown.split())
+    code, _, err = run("gate", model, *flags(model), "--o1", "auto:1")
+    assert code == 2
+    assert "layers are chosen by measurement in `polish` and `eval` alone" in err
+
+
 def test_settings_of_a_polish_fit(run: Run) -> None:
     """The demo's file says nothing about its attention, its settings do: the README's numbers."""
     data = files("cortiq_fcd") / "data"

@@ -212,6 +212,17 @@ def test_polish_gives_what_two_commands_give(run: Run, model_dir: Path, tmp_path
     assert blocked.code == 2
 
 
+def test_layers_are_chosen_by_the_polish(run: Run, model_dir: Path, tmp_path: Path, ids: list[str]) -> None:
+    ran = run("convert", model_dir, tmp_path / "out.cmf", *POLISH, *ids, "--o1", "auto:1", "--json")
+    assert ran.code == 0, ran.err
+    layers = ran.document["o1_attn"]["layers"]
+    assert isinstance(layers, list)
+    assert len(layers) == 1
+    refused = run("convert", model_dir, tmp_path / "other.cmf", "--o1", "auto:1")
+    assert refused.code == 2
+    assert "by measurement" in refused.err
+
+
 def test_polish_only_marks_nothing(run: Run, model_dir: Path, tmp_path: Path, ids: list[str]) -> None:
     ran = run("convert", model_dir, tmp_path / "out.cmf", *POLISH, *ids, "--polish-only", "--json")
     assert ran.code == 0, ran.err

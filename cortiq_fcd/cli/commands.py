@@ -40,6 +40,10 @@ Windows = Annotated[
         "--windows", metavar="N", help="windows to measure; default: 6 x batch, as a polish does", show_default=False
     ),
 ]
+Sweep = Annotated[
+    bool,
+    typer.Option("--sweep", help="measure other landmarks, windows and sinks, too, and no far field; default: off"),
+]
 Before = Annotated[
     Path | None,
     typer.Option(
@@ -168,6 +172,7 @@ def evaluate(
     file: File,
     text: TextFile = None,
     windows: Windows = None,
+    sweep: Sweep = False,
     config: Settings = None,
     progress: Progress = "auto",
     json: AsJson = False,
@@ -179,7 +184,7 @@ def evaluate(
     from cortiq_fcd.cli.measuring import eval_command
 
     listener = listener_for(progress, quiet, verbose=False)
-    eval_command(file, resolve(flags, config), text, windows, listener, as_json=json)
+    eval_command(file, resolve(flags, config), text, windows, listener, sweep=sweep, as_json=json)
 
 
 @app.command()

@@ -81,7 +81,7 @@ def convert(
     _refuse_idle_options(flags, polish, keep_intermediate, config)
     listener = listener_for(progress, quiet, verbose)
     settings = resolve(flags, config)
-    planned = _plan(source, quant, settings, marked=settings.o1.layers is not None and not settings.train.polish_only)
+    planned = _plan(source, quant, settings, marked=_is_marked(settings, polish=polish))
     from cortiq_fcd.cli.outcome import document, polished, tell, tell_forecast  # behind the first refusals
 
     if not quiet:
@@ -131,6 +131,14 @@ def _refuse_idle_options(flags: Flags, polish: bool, keep: bool, config: Path | 
     shape = [FLAG_OF[field] for field in ("o1.m", "o1.w", "o1.sink") if field in flags]
     if shape and "o1.layers" not in flags:
         raise ConfigError(f"{shape[0]} needs --o1, which says which layers it is for", hint="add --o1 all")
+
+
+def _is_marked(settings: PolishConfig, *, polish: bool) -> bool:
+    """Whether the converted file records an O(1) setting; a polish that chooses the layers itself records its own."""
+    from cortiq_fcd.model.conversion import auto_count
+
+    layers = settings.o1.layers
+    return layers is not None and not settings.train.polish_only and not (polish and auto_count(layers))
 
 
 def _plan(source: Path, quant: str, settings: PolishConfig, *, marked: bool) -> Import:

@@ -22,7 +22,14 @@ MOST_WINDOWS = 2**20
 
 
 def eval_command(
-    file: Path, settings: PolishConfig, text: Path | None, windows: int | None, listener: Guarded, *, as_json: bool
+    file: Path,
+    settings: PolishConfig,
+    text: Path | None,
+    windows: int | None,
+    listener: Guarded,
+    *,
+    sweep: bool,
+    as_json: bool,
 ) -> None:
     """Print the perplexities of a file."""
     _check(file, text)
@@ -33,7 +40,7 @@ def eval_command(
     from cortiq_fcd.stages import evaluation
 
     with listener:
-        found = evaluation.run(file, settings, text, windows, listener)
+        found = evaluation.run(file, settings, text, windows, listener, with_sweep=sweep)
     if as_json:
         write_json(found.to_json())
     else:

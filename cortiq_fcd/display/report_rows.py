@@ -106,6 +106,8 @@ def report_facts(report: Report) -> list[tuple[str, str]]:
     share = f"{figures.count(report.trainable_params)} of {figures.count(report.source.params)} weights"
     saved = f", trained tensors as {out.save_dtype}" if out.save_dtype else ""
     kernel = f"{o1.m} landmarks, window {o1.w}, sink {o1.sink}, seal at {o1.prefill}"
+    if o1.costs is not None:
+        kernel += f"; the layers cost least of {len(o1.costs)} (--o1 auto:{len(report.converted_layers)})"
     if recipe.polish_only:
         kernel = "attention stayed exact (--polish-only)"
     facts = [

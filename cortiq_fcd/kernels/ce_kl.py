@@ -151,6 +151,23 @@ def kl_rows(
     return _losses(torch.cat([visited.figures for visited in visits]))[1].to(widened_dtype(student.dtype))
 
 
+def kl_sum(
+    student: Tensor,
+    teacher: Tensor,
+    head: Tensor,
+    *,
+    teacher_head: Tensor | None = None,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+) -> float:
+    """Sum of `kl_rows` over rows [N, C], in nats, a chunk at a time. Raises ValueError when the shapes don't meet."""
+    size = chunk_rows(head.shape[0], head.element_size(), COPIES)
+    caps = {"softcap": softcap, "teacher_softcap": teacher_softcap}
+    pairs = zip(torch.split(student, size), torch.split(teacher, size), strict=True)
+    sums = (kl_rows(s, t, head, teacher_head=teacher_head, **caps).sum(dtype=torch.float64) for s, t in pairs)
+    return sum(total.item() for total in sums)
+
+
 def nll_sum(
     hidden: Tensor, head: Tensor, targets: Tensor, *, softcap: float | None = None, budget_bytes: int = CHUNK_BYTES
 ) -> float:

@@ -43,7 +43,10 @@ class AttentionWeights:
 
 @dataclass(frozen=True)
 class O1Attention:
-    """The O(1) kernel for teacher-forced windows sealed after `seal` tokens; m, w, sink as in a conversion."""
+    """The O(1) kernel for teacher-forced windows sealed after `seal` tokens; m, w, sink as in a conversion.
+
+    `landmark_count` 0: without a far field, which is measured and never served.
+    """
 
     seal: int
     landmark_count: int
@@ -92,12 +95,19 @@ def attention_fwd(
     if o1 is None:
         out, saved = exact(heads, weights.plan)
     else:
-        Qt, Kt = o1_attention.landmarks(heads.q, heads.k, o1.seal, o1.landmark_count)
-        M = landmark_inverse(Qt, Kt.unsqueeze(2), weights.plan.scale)
+        M = _inverse(heads, o1, weights.plan.scale)
         geometry = o1_attention.Geometry(o1.seal, o1.window, o1.sink, weights.plan.scale)
         out, saved = o1_attention.o1_attention_fwd(heads.q, heads.k, heads.v, M, geometry)
     y, gate = project_out(out, heads.gate, weights)
     return y, Saved(heads.q_norm, heads.k_norm, saved, gate)
+
+
+def _inverse(heads: Heads, o1: O1Attention, scale: float) -> Tensor:
+    """M [B, G, R, m, m] in f64."""
+    if o1.landmark_count == 0:
+        return heads.q.new_zeros(*heads.q.shape[:3], 1, 1, dtype=torch.float64)
+    Qt, Kt = o1_attention.landmarks(heads.q, heads.k, o1.seal, o1.landmark_count)
+    return landmark_inverse(Qt, Kt.unsqueeze(2), scale)
 
 
 def attention_bwd(dy: Tensor, saved: Saved, weights: AttentionWeights, angles: Angles) -> Tensor:

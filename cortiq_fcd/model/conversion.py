@@ -137,8 +137,14 @@ def parse_layers(text: Any, where: str) -> str | tuple[int, ...]:
             return text
         if re.fullmatch(r"[0-9]{1,6}( *, *[0-9]{1,6})*", text):
             return tuple(sorted({int(i) for i in text.split(",")}))
+    if isinstance(text, str) and auto_count(text):
+        raise ConfigError(
+            f"{where} {text}: layers are chosen by measurement in `polish` and `eval` alone",
+            hint="give the numbers of the layers that one of them chose, as 0,2,5",
+        )
     raise ConfigError(
-        f"{where} {text!r} is not a set of layers", hint="use all, deepN (as deep8) or numbers (as 0,2,5)"
+        f"{where} {text!r} is not a set of layers",
+        hint="use all, deepN (as deep8) or numbers (as 0,2,5); `polish` and `eval` know auto:N (as auto:8), too",
     )
 
 
@@ -154,6 +160,12 @@ def expand_layers(spec: str | tuple[int, ...], count: int, where: str) -> tuple[
     if spec[-1] >= count:
         raise ConfigError(f"{where} names layer {spec[-1]}: the model has layers 0 to {count - 1}")
     return spec
+
+
+def auto_count(layers: str | None) -> int | None:
+    """N of `auto:N`, which leaves the choice of N layers to a measurement; null for every other set of layers."""
+    match = re.fullmatch(r"auto:([1-9][0-9]{0,5})", layers or "")
+    return int(match[1]) if match else None
 
 
 def _longer_windows(need: int, prefill: int | None, seq: int) -> str:

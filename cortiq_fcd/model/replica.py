@@ -189,7 +189,7 @@ def hidden_batches(
         yield head_rows(xs.pop(), weights)
 
 
-def _run(
+def run_visits(
     x: Tensor,
     weights: FrozenWeights,
     order: list[int | None],
@@ -232,20 +232,20 @@ def loss_and_gradient(
     clock = replica.clock
     with clock("shared"):
         x = embed(ids, student.embed, student.plan.embed_multiplier)
-        x = _run(x, student, order[:below], ids, None, ())
+        x = run_visits(x, student, order[:below], ids, None, ())
     with clock("teacher"):
         if teacher is replica.weights:
-            teacher_x = _run(x, teacher, order[below:], ids, None, ())
+            teacher_x = run_visits(x, teacher, order[below:], ids, None, ())
         else:
             teacher_x = embed(ids, teacher.embed, teacher.plan.embed_multiplier)
-            teacher_x = _run(teacher_x, teacher, list(visits(teacher)), ids, None, ())
+            teacher_x = run_visits(teacher_x, teacher, list(visits(teacher)), ids, None, ())
         teacher_rows = head_rows(teacher_x, teacher)
         del teacher_x
 
     saved: list[Kept] = []
     o1 = replica.o1(replica.conversion.seal, ids.shape[1])
     with clock("student"):
-        x = _run(x, student, order[below:], ids, o1, converted, saved, replica.recomputed)
+        x = run_visits(x, student, order[below:], ids, o1, converted, saved, replica.recomputed)
         rows, norm_saved = final_norm(x, student)
         multiplier = student.plan.logit_multiplier
     with clock("head"):

@@ -25,7 +25,9 @@ class _Config(BaseModel):
 class O1Config(_Config):
     """Which layers run the O(1) kernel, and its geometry. A null field falls back to the file, then to the default."""
 
-    layers: str | None = Field(default=None, description="all, deepN (the N deepest) or i,j,k; default all")
+    layers: str | None = Field(
+        default=None, description="all, deepN (the N deepest), i,j,k, or auto:N (the N that cost least); default all"
+    )
     m: int | None = Field(default=None, ge=4, description="landmarks per query head; default 32")
     w: int | None = Field(default=None, ge=1, description="window of exact recent keys, tokens; default 128")
     sink: int | None = Field(default=None, ge=0, description="permanent exact first keys, tokens; default 4")

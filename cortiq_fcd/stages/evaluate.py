@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cortiq_fcd.kernels.ce_kl import COPIES, chunk_rows, kl_rows, nll_sum
+from cortiq_fcd.kernels.ce_kl import kl_sum, nll_sum
 from cortiq_fcd.model.decode import served_hidden
 from cortiq_fcd.model.perplexity import perplexity_at, window_perplexity
 from cortiq_fcd.model.ranks import ALONE, Ranks, share
@@ -115,16 +115,13 @@ def _served(
     rows = served_hidden(replica, ids, seal, student=True, served=True).flatten(0, 1) if student else teacher_rows
     nll = nll_sum(rows, measured.head, targets[:, seal:].reshape(-1), softcap=measured.plan.logit_softcap)
     if student:
-        size = chunk_rows(head.shape[0], head.element_size(), COPIES)
-        for a, b in zip(torch.split(rows, size), torch.split(teacher_rows, size), strict=True):
-            of_rows = kl_rows(
-                a,
-                b,
-                head,
-                teacher_head=None if teacher.head is head else teacher.head,
-                softcap=own.plan.logit_softcap,
-                teacher_softcap=teacher.plan.logit_softcap,
-            )
-            kl += of_rows.sum(dtype=torch.float64).item()
+        kl = kl_sum(
+            rows,
+            teacher_rows,
+            head,
+            teacher_head=None if teacher.head is head else teacher.head,
+            softcap=own.plan.logit_softcap,
+            teacher_softcap=teacher.plan.logit_softcap,
+        )
     nll, kl = ranks.sum([nll, kl])
     return math.exp(min(nll / count, 700.0)), kl / count

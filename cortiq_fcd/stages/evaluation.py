@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,10 +18,12 @@ from cortiq_fcd.errors import ConfigError, CorpusError
 from cortiq_fcd.events import Listener, ignore
 from cortiq_fcd.io.corpus import Text, load_text
 from cortiq_fcd.io.reader import open_model
-from cortiq_fcd.kernels.ce_kl import COPIES, chunk_rows, kl_rows, nll_sum
+from cortiq_fcd.kernels.ce_kl import kl_sum, nll_sum
+from cortiq_fcd.model.conversion import auto_count
 from cortiq_fcd.model.decode import Decoder
 from cortiq_fcd.model.replica import Replica
-from cortiq_fcd.model.windows import FINAL_ROUNDS, validation_offsets, windows
+from cortiq_fcd.model.windows import FINAL_ROUNDS, free_offsets, validation_offsets, windows
+from cortiq_fcd.stages import choose, sweep
 from cortiq_fcd.stages.config import PolishConfig
 from cortiq_fcd.stages.machine import choose_device, memory_info, tool_info
 from cortiq_fcd.stages.progress import Progress
@@ -48,26 +50,45 @@ class _Sums:
 
 
 def run(
-    file: Path, config: PolishConfig, text: Path | None, count: int | None, listener: Listener = ignore
+    file: Path,
+    config: PolishConfig,
+    text: Path | None,
+    count: int | None,
+    listener: Listener = ignore,
+    *,
+    with_sweep: bool = False,
 ) -> EvalReport:
     """Measure `file` on a text (null: the built-in one) in `count` windows (null: as many as a polish's final figures).
+
+    `with_sweep`: other settings of the kernel, too.
 
     Raises CortiqError (see `cortiq_fcd.errors`).
     """
     progress = Progress(listener)
     device = choose_device(config.compute)
     train = config.train
+    count_of_layers = auto_count(config.o1.layers)
+    o1 = config.o1 if count_of_layers is None else config.o1.model_copy(update={"layers": "all"})
     with open_model(file) as model:
-        reading = open_reading(model, config.o1, train.seq, config.o1.prefill, progress)
+        reading = open_reading(model, o1, train.seq, o1.prefill, progress)
         if reading.conversion.seal == train.seq:
             raise ConfigError("--prefill equals --seq: no position is left to predict", hint="give a smaller --prefill")
         read = load_text(text=text, max_bytes=config.corpus.max_val_bytes, model=model)
         progress.warn(*read.notes)
         offsets = _offsets(read, train.seq, count or FINAL_ROUNDS * train.batch, progress)
-        network = reading.load(device, progress)
+        network, costs = reading.load(device, progress), None
+        if count_of_layers is not None:
+            choice = choose.run(count_of_layers, network, read.ids, _beside(read, offsets, train.seq), train, progress)
+            conversion = replace(reading.conversion, layers=choice.layers, spec=choice.layers)
+            reading, network = replace(reading, conversion=conversion), replace(network, conversion=conversion)
+            costs = choice.costs()
         noun = "window" if len(offsets) == 1 else "windows"
         with progress.stage("evaluate", f"{len(offsets)} {noun} of {train.seq} tokens"):
             exact, served, kl = _measure(network, reading, read, offsets, train.seq, FINAL_ROUNDS * train.batch)
+        swept = None
+        if with_sweep and served is not None:
+            with progress.stage("evaluate", "other settings of the kernel"):
+                swept = sweep.run(network, read.ids, offsets, train.seq, train.batch)
     seal = reading.conversion.seal
     positions = len(offsets) * (train.seq - seal)
     exact_side, served_side = exact.side(positions), served.side(positions) if served else None
@@ -76,7 +97,7 @@ def run(
         tool=tool_info(device),
         created=now(),
         file=source_info(model, reading.plan),
-        o1=reading.o1(seal),
+        o1=reading.o1(seal, costs),
         text=text_info(read),
         windows=WindowsInfo(count=len(offsets), seq=train.seq, prefill=seal, positions=positions),
         exact=exact_side,
@@ -84,6 +105,7 @@ def run(
         ratio=_ratio(exact_side, served_side),
         kl=kl_mean if served and math.isfinite(kl_mean) else None,
         reason=reading.exact_only or _not_finite(exact_side, served_side),
+        sweep=swept,
         memory=memory_info(device),
         warnings=progress.notes,
     )
@@ -101,6 +123,18 @@ def _offsets(text: Text, seq: int, count: int, progress: Progress) -> list[int]:
     if tokens - seq < count:
         progress.warn(f"the text holds only {tokens - seq} distinct windows of {seq} tokens, {count} are measured")
     return validation_offsets(tokens, seq, count)
+
+
+def _beside(text: Text, offsets: list[int], seq: int) -> list[int]:
+    """Windows to choose layers by, none of them measured. CorpusError for a text without room for one."""
+    free = free_offsets(len(text.ids), [(offset, offset + seq + 1) for offset in offsets], seq + 1)
+    if not free:
+        raise CorpusError(
+            f"the text has no window of {seq} tokens beside the {len(offsets)} that are measured, to choose layers by",
+            hint="give a longer text or fewer --windows",
+        )
+    step = max(1, len(free) // choose.CALIBRATION_WINDOWS)
+    return free[::step][: choose.CALIBRATION_WINDOWS]
 
 
 def _measure(
@@ -135,10 +169,8 @@ def _decoded(network: Replica, ids: Tensor, targets: Tensor, sums: _Sums, *, ser
 
 def _kl(network: Replica, served: Tensor, exact: Tensor) -> float:
     """Sum of KL(exact || served) over rows, nats."""
-    head, cap = network.weights.head, network.weights.plan.logit_softcap
-    size = chunk_rows(head.shape[0], head.element_size(), COPIES)
-    pairs = zip(torch.split(served, size), torch.split(exact, size), strict=True)
-    return sum(kl_rows(a, b, head, softcap=cap, teacher_softcap=cap).sum(dtype=torch.float64).item() for a, b in pairs)
+    cap = network.weights.plan.logit_softcap
+    return kl_sum(served, exact, network.weights.head, softcap=cap, teacher_softcap=cap)
 
 
 def _clock(like: Tensor) -> float:

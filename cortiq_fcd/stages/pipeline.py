@@ -21,7 +21,7 @@ from cortiq_fcd.io.writer import WrittenFile
 from cortiq_fcd.model.ranks import ALONE, Ranks
 from cortiq_fcd.model.replica import Replica
 from cortiq_fcd.model.streaming import Room
-from cortiq_fcd.stages import dequantize, estimate, evaluate, gate, polish, provenance, replica, store, texts
+from cortiq_fcd.stages import choose, dequantize, estimate, evaluate, gate, polish, provenance, replica, store, texts
 from cortiq_fcd.stages.artefacts import Before, Comparison, Figures, Gate, Stored, Trained
 from cortiq_fcd.stages.best import BestOnDisk
 from cortiq_fcd.stages.checkpoint import Checkpoint
@@ -35,7 +35,7 @@ from cortiq_fcd.stages.logs import open_logs
 from cortiq_fcd.stages.machine import choose_device, memory_info, tool_info
 from cortiq_fcd.stages.prepare import Job, is_own, prepare
 from cortiq_fcd.stages.progress import Progress
-from cortiq_fcd.stages.report import Report
+from cortiq_fcd.stages.report import LayerCost, Report
 from cortiq_fcd.stages.resume import find_checkpoint
 from cortiq_fcd.stages.savings import describe
 from cortiq_fcd.stages.sentence import is_worse, sentence
@@ -68,11 +68,12 @@ def run(
     interruption = interruption or Interruption()
     device = choose_device(config.compute, ranks)
     with open_model(source) as model:
+        config, costs = choose.settle(model, out, config, device, progress, protected, ranks)
         job = prepare(model, out, config, device, progress, protected, ranks)
         estimate.check_fits(job.sizes, device, job.memory)
         writing = _writing(job, out, config, progress) if ranks.rank == 0 else contextlib.nullcontext()
         with writing, _teacher_model(config) as teacher:
-            report, diverged = _polish(job, model, teacher, out, config, device, interruption, progress, ranks)
+            report, diverged = _polish(job, model, teacher, out, config, costs, device, interruption, progress, ranks)
     output, told = printable(out), printable(job.report_path)
     listener(DoneEvent(outcome=report.outcome, output=output, report=told, sentence=sentence(report)))
     if diverged:
@@ -121,6 +122,7 @@ def forecast(
     progress = Progress(listener)
     device = choose_device(config.compute, ranks)
     # An OUT that is there is no obstacle to a forecast, whatever else --force can't help with is.
+    config = choose.stand_in(model, config, progress)
     allowed = config.model_copy(update={"output": config.output.model_copy(update={"force": True})})
     lacks_force = os.path.lexists(out) and not config.output.force
     job = prepare(model, out, allowed if lacks_force else config, device, progress, protected, ranks)
@@ -144,7 +146,7 @@ def check(model: PlannedModel, out: Path, config: PolishConfig, *, protected: It
     """Refuse, before `model` is written, what `run` would refuse then. The size of `out` in bytes."""
     progress = Progress(ignore)
     device = choose_device(config.compute)
-    job = prepare(model, out, config, device, progress, protected)
+    job = prepare(model, out, choose.stand_in(model, config, progress), device, progress, protected)
     if config.output.resume:
         find_checkpoint(job.checkpoints, config.output, progress)
     estimate.check_fits(job.sizes, device, job.memory)
@@ -168,6 +170,7 @@ def _polish(
     teacher_model: CmfModel | None,
     out: Path,
     config: PolishConfig,
+    costs: list[LayerCost] | None,
     device: torch.device,
     interruption: Interruption,
     progress: Progress,
@@ -205,6 +208,7 @@ def _polish(
         trainable_params=network.masters.flat.numel(),
         tool=tool_info(device, ranks),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        layer_costs=costs,
     )
     with progress.stage("provenance", printable(out)):
         written = _write(story, job, model, out, stored)

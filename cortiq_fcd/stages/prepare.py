@@ -73,7 +73,8 @@ def prepare(
     report_path = check_places(inputs, out, config) if writes else out
     plan = plan_model(model)
     progress.warn(*eos_notes(model.header, plan))
-    conversion = _conversion(config, plan, model, progress)
+    conversion, notes = conversion_of(config, plan, model)
+    progress.warn(*notes)
     teacher_plan, teacher_contents = _teacher(config, plan, model, out if writes else None, progress)
     out_bytes = _check_disk(config, plan, conversion, model, out) if writes else 0
     corpus = _corpus(config, model, progress)
@@ -143,9 +144,10 @@ def is_own(out: Path, checkpoints: Checkpoints) -> bool:
         return False
 
 
-def _conversion(config: PolishConfig, plan: ModelPlan, model: AnyModel, progress: Progress) -> Conversion:
+def conversion_of(config: PolishConfig, plan: ModelPlan, model: AnyModel) -> tuple[Conversion, list[str]]:
+    """The O(1) setting that config and file make together, and warnings. Raises as `resolve_conversion`."""
     o1 = config.o1
-    conversion, notes = resolve_conversion(
+    return resolve_conversion(
         plan,
         model.header.get("provenance"),
         layers=o1.layers,
@@ -156,8 +158,6 @@ def _conversion(config: PolishConfig, plan: ModelPlan, model: AnyModel, progress
         seq=config.train.seq,
         polish_only=config.train.polish_only,
     )
-    progress.warn(*notes)
-    return conversion
 
 
 def _teacher(

@@ -38,6 +38,7 @@ class Story:
     trainable_params: int
     tool: records.ToolInfo
     created: str
+    layer_costs: list[records.LayerCost] | None = None
 
     @property
     def outcome(self) -> records.Outcome:
@@ -142,7 +143,7 @@ def build_report(
             tensors_copied=written.tensors_copied,
             tensors_written=written.tensors_written,
         ),
-        o1=records.O1Info(**story.conversion.record(), prefill=story.conversion.seal),
+        o1=records.O1Info(**story.conversion.record(), prefill=story.conversion.seal, costs=story.layer_costs),
         recipe=records.RecipeInfo(**config.train.model_dump(mode="json")),
         corpus=records.CorpusInfo(
             train_tokens=len(story.corpus.train),

@@ -18,7 +18,7 @@ from cortiq_fcd.stages import dequantize
 from cortiq_fcd.stages.config import O1Config
 from cortiq_fcd.stages.progress import Progress
 from cortiq_fcd.stages.readings import TextInfo
-from cortiq_fcd.stages.report import O1Info, SourceInfo
+from cortiq_fcd.stages.report import LayerCost, O1Info, SourceInfo
 
 NO_SETTING = "the file has no provenance.o1_attn, and no --o1 was given: its attention is exact"
 
@@ -37,9 +37,9 @@ class Reading:
         with progress.stage("dequantize", f"{len(self.plan.shapes)} tensors of {printable(self.model.path)}"):
             return untrained(dequantize.run(self.model, self.plan, device), self.conversion)
 
-    def o1(self, prefill: int) -> O1Info | None:
+    def o1(self, prefill: int, costs: list[LayerCost] | None = None) -> O1Info | None:
         """The O(1) kernel as it is used."""
-        return None if self.exact_only else O1Info(**self.conversion.record(), prefill=prefill)
+        return None if self.exact_only else O1Info(**self.conversion.record(), prefill=prefill, costs=costs)
 
 
 def open_reading(model: CmfModel, o1: O1Config, seq: int, prefill: int | None, progress: Progress) -> Reading:

@@ -47,6 +47,21 @@ class Side(Record):
     tokens_per_s: float = Field(ge=0, description="decoded tokens a second, all windows together, prompt passes aside")
 
 
+Varied = Literal["landmarks", "window", "sinks"]
+
+
+class SweepRow(Record):
+    """One setting of the O(1) kernel, tried on the same tokens."""
+
+    varied: Varied = Field(description="which number differs from the setting of the file or of the flags")
+    m: int | None = Field(description="landmarks per query head; null = without a far field, which no runtime serves")
+    w: int = Field(ge=1, description="window of exact recent keys, tokens")
+    sink: int = Field(ge=0, description="permanent exact first keys, tokens")
+    ppl: float | None = Field(description="perplexity; null if it was not finite")
+    ratio: float | None = Field(description="its ratio to that of exact attention; null if not finite")
+    kl: float | None = Field(description="mean KL(exact || served), nats per position; null if not finite")
+
+
 class EvalReport(Document):
     """What `eval` prints as JSON."""
 
@@ -64,6 +79,9 @@ class EvalReport(Document):
     ratio: float | None = Field(description="served perplexity / exact perplexity; null = reason")
     kl: float | None = Field(description="mean KL(exact || served), nats per position; null = reason")
     reason: str = Field(default="", description="why served, ratio and kl are null")
+    sweep: list[SweepRow] | None = Field(
+        default=None, description="other settings, by --sweep, all tokens of a window at once; null = not measured"
+    )
     memory: MemoryInfo
     warnings: list[str] = Field(default=[], description="what a user should know")
 

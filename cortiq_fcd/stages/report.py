@@ -78,6 +78,13 @@ class OutputInfo(Record):
     tensors_written: int = Field(ge=0, description="trained tensors, encoded anew")
 
 
+class LayerCost(Record):
+    """What the conversion of one layer costs, all others being exact, before any training."""
+
+    layer: int = Field(ge=0, description="its number, from 0")
+    kl: float | None = Field(description="mean KL(exact || converted), nats per position after the seal")
+
+
 class O1Info(Record):
     """The O(1) kernel as it was used."""
 
@@ -88,6 +95,9 @@ class O1Info(Record):
     w: int = Field(ge=1, description="window of exact recent keys, tokens")
     sink: int = Field(ge=0, description="permanent exact first keys, tokens")
     prefill: int = Field(ge=1, description="seal point in training windows, tokens")
+    costs: list[LayerCost] | None = Field(
+        default=None, description="of every layer that --o1 auto:N could choose; null = the layers were told"
+    )
 
 
 class RecipeInfo(Record):
