@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -22,9 +23,9 @@ from cortiq_fcd.kernels.exponential import exp_shifted_
 from cortiq_fcd.kernels.widen import widened
 
 # Query rows a block. Small blocks skip more of the masked half, large ones give the matrix products more to do.
-BLOCK_ROWS = 128
+BLOCK_ROWS = 64
 # Logits of a block, which takes as many sequences as fit (at least one): more than a cache holds is slower.
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -124,16 +125,23 @@ def _blocks(q: Tensor, window: int | None) -> Iterator[_Block]:
     for start in range(0, T, BLOCK_ROWS):
         stop = min(start + BLOCK_ROWS, T)
         first = 0 if window is None else max(0, start - window + 1)
-        t = torch.arange(start, stop, device=q.device)[:, None]
         # Without a window every row sees all keys before the block's own.
-        j = torch.arange(start if window is None else first, stop, device=q.device)
-        hidden = j > t if window is None else (j > t) | (t - j >= window)
-        bias = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        bias = _bias(stop - start, 0 if window is None else start - first, window, q.dtype, q.device)
         row_blocks.append((slice(start, stop), slice(first, stop), bias))
     together = _together(q, window)
     for b in range(0, B, together):
         for rows, keys, bias in row_blocks:
             yield _Block(slice(b, min(b + together, B)), rows, keys, bias)
+
+
+@lru_cache(maxsize=8)
+def _bias(rows: int, before: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """0 or -inf [rows, before + rows]: what rows see of their own keys and of `before` keys in front of them. Every
+    layer asks for the same few."""
+    t = torch.arange(rows, device=device)[:, None]
+    j = torch.arange(-before, rows, device=device)
+    hidden = j > t if window is None else (j > t) | (t - j >= window)
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 
 
 def _sequence_logits(q: Tensor, window: int | None) -> int:

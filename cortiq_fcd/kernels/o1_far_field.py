@@ -79,17 +79,18 @@ def far_field_fwd(tail_q: Tensor, keys: Keys, M: Tensor, scaled_Qt: Tensor, Kt: 
     m = M.shape[-1]
     dtype = tail_q.dtype
     rows_Qt = scaled_Qt.reshape(B, G, R * m, D)
-    base_e, base_top = _exp((rows_Qt @ keys.base_k.mT).view(B, G, R, m, -1))
+    base_e, base_top = _exp_((rows_Qt @ keys.base_k.mT).view(B, G, R, m, -1))
     block_logits = (rows_Qt[:, :, None] @ keys.block_k.mT).view(B, G, n, R, m, c)
-    block_e, block_top = _exp(block_logits.double())
+    ramp_top = _ramp_top(block_logits)
+    block_e, block_top = _exp_(block_logits.double())
     S, Z, run, carry, entry = _running_sums(base_e, base_top, block_e.to(dtype), block_top.to(dtype), keys)
 
     logits = (tail_q.reshape(B, G, n, R * c, D) @ Kt[:, :, None].mT).view(B, G, n, R, c, m)
-    F, row_top = _exp(logits.double())
+    F, row_top = _exp_(logits.double())
     U = F @ M[:, :, None]
     row_top = row_top[..., None]
     # The largest term that a row sees, but for the row's own row_top, which every term has.
-    seen = torch.maximum(run[..., None, :], _ramp_top(block_logits))
+    seen = torch.maximum(run[..., None, :], ramp_top)
     top = U.abs().log_().add_(seen).amax(-1, keepdim=True)
     # A row whose U is 0 throughout has no far field: its top is -inf, and any finite shift will do.
     shift = torch.where(top == -torch.inf, -row_top, top)
@@ -140,16 +141,24 @@ def far_field_bwd(
     )
 
 
-def _exp(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(logits - max over the last axis), and that maximum."""
+def _exp_(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(logits - max over the last axis), in the place of the logits, and that maximum."""
     top = logits.amax(-1)
-    return (logits - top[..., None]).exp_(), top
+    return logits.sub_(top[..., None]).exp_(), top
 
 
 def _ramp_top(block_logits: Tensor) -> Tensor:
     """Largest logit [.., c, m] among the keys u < r of the block [.., m, c], for each row r; -inf for row 0."""
-    running = block_logits.cummax(-1).values[..., :-1]
-    return torch.cat((torch.full_like(block_logits[..., :1], -torch.inf), running), -1).mT
+    by_key = block_logits.mT
+    top = by_key.new_empty(by_key.shape)
+    top[..., 0, :] = -torch.inf
+    top[..., 1:, :] = by_key[..., :-1, :]
+    # A running maximum by doubling: after each pass a row knows of twice as many keys. (cummax also tells which: slow.)
+    reach = 1
+    while reach < top.shape[-2]:
+        top[..., reach:, :] = torch.maximum(top[..., reach:, :], top[..., :-reach, :])
+        reach *= 2
+    return top
 
 
 def _running_sums(

@@ -4,7 +4,7 @@
     m <- b1 m + (1 - b1) g;   v <- b2 v + (1 - b2) g^2
     p <- p (1 - lr decay);   p <- p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-Source: Loshchilov and Hutter 2019 (arXiv 1711.05101); eps and the order of the divisions as in the common libraries.
+Source: Loshchilov and Hutter 2019 (arXiv 1711.05101); eps as in the common libraries.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ BETA1, BETA2 = 0.9, 0.999
 EPS = 1e-8
 WEIGHT_DECAY = 0.01
 MAX_NORM = 1.0
-# Elements worked on at a time: parameter, gradient, both moments and a temporary of this size stay in a core's cache.
-SLICE = 1 << 16
+# Elements worked on at a time: parameter, gradient, both moments and a temporary of this size stay in cache.
+SLICE = 1 << 18
 
 
 @dataclass
@@ -46,12 +46,13 @@ def adamw_step(parameters: Tensor, gradient: Tensor, moments: Moments, lr: float
     """Update parameters [P] and moments in place from gradient [P], whose norm (before clipping) is `norm`."""
     moments.steps += 1
     clip = 1 / (norm + 1e-6) if norm > MAX_NORM else 1.0
-    step_size = lr / (1 - BETA1**moments.steps)
+    # The correction of the second moment is taken out of the root and into the step, which saves a pass.
     root_correction = math.sqrt(1 - BETA2**moments.steps)
+    step_size = lr * root_correction / (1 - BETA1**moments.steps)
+    room = torch.empty_like(parameters[:SLICE])
     slices = (torch.split(t, SLICE) for t in (parameters, gradient, moments.first, moments.second))
     for p, g, first, second in zip(*slices, strict=True):
-        g = g if clip == 1 else g * clip
-        first.lerp_(g, 1 - BETA1)
-        second.mul_(BETA2).addcmul_(g, g, value=1 - BETA2)
-        denominator = torch.sqrt(second).div_(root_correction).add_(EPS)
+        first.mul_(BETA1).add_(g, alpha=(1 - BETA1) * clip)
+        second.mul_(BETA2).addcmul_(g, g, value=(1 - BETA2) * clip**2)
+        denominator = torch.sqrt(second, out=room[: len(p)]).add_(EPS * root_correction)
         p.mul_(1 - lr * WEIGHT_DECAY).addcdiv_(first, denominator, value=-step_size)
