@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.autograd_peer import Peer
+from cortiq_fcd.errors import CortiqError
 from cortiq_fcd.io.reader import open_model
 from cortiq_fcd.kernels.products import mm, set_precision
 from cortiq_fcd.model.conversion import resolve_conversion
@@ -183,4 +184,8 @@ def show(figures: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (CortiqError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -120,4 +120,7 @@ def machine() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except subprocess.CalledProcessError as error:  # that process has said why
+        sys.exit(error.returncode)

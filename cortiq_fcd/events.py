@@ -19,7 +19,7 @@ class StageEvent(_Event):
     """A stage began (seconds is null) or ended."""
 
     event: Literal["stage"] = "stage"
-    stage: Literal["choose", "dequantize", "replica", "gate", "polish", "evaluate", "provenance"]
+    stage: Literal["prepare", "choose", "estimate", "dequantize", "replica", "gate", "polish", "evaluate", "provenance"]
     detail: str = Field(default="", description="one line for people: what the stage works on")
     seconds: float | None = Field(default=None, description="duration in seconds; null while the stage runs")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +37,14 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     def call(*arguments: object) -> Ran:
         code = exits.run([str(argument) for argument in arguments])
         captured = capsys.readouterr()
-        return Ran(code, captured.out, captured.err)
+        return Ran(code, captured.out, without_start(captured.err))
 
     return call
+
+
+def without_start(err: str) -> str:
+    """stderr without the lines that plain progress begins with, whatever comes of the command."""
+    return re.sub(r"(?m)^ *\d+\.\d s  (starting|prepare)\b.*\n", "", err)
 
 
 def leftovers(folder: Path) -> list[str]:

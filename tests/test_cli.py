@@ -15,7 +15,9 @@ import pytest
 
 from cortiq_fcd import errors
 from cortiq_fcd.cli import exits
-from cortiq_fcd.cli.settings import SETTINGS, resolve, to_toml
+from cortiq_fcd.cli.resolving import resolve
+from cortiq_fcd.cli.settings import SETTINGS
+from cortiq_fcd.cli.toml import to_toml
 from cortiq_fcd.events import Event
 from cortiq_fcd.io.reader import open_model
 from cortiq_fcd.stages.config import PolishConfig
@@ -33,7 +35,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def is_expected_error(ran: Ran, code: int) -> bool:
-    return ran.code == code and ran.out == "" and ran.err.startswith("error: ") and "Traceback" not in ran.err
+    said = [line for line in ran.err.splitlines() if not line.startswith("warning: ")]
+    return ran.code == code and ran.out == "" and said[0].startswith("error: ") and "Traceback" not in ran.err
 
 
 # --- polish ------------------------------------------------------------------------------------------------------
@@ -84,7 +87,8 @@ def test_identity(run: Run, model: Path, ids: list[str], tmp_path: Path) -> None
     other.write_text(json.dumps([i % 2 for i in range(400)]))
     flags = [*SMALL, *ids, "--val-corpus", other, "--lr", "0.003", "--kl", "0", "--steps", "10"]
     ran = run("polish", model, out, *flags, "--json", "-q")
-    assert (ran.code, ran.err) == (0, "")
+    assert (ran.code, ran.err.count("\n")) == (0, 1)
+    assert ran.err.startswith("warning: the generation gate was skipped"), "warnings are not hidden by -q"
     assert json.loads(ran.out)["outcome"] == "identity"
     assert run("report", out).out.startswith("Identity: nothing beat the conversion as it was")
     with open_model(model) as source, open_model(out) as copy:
@@ -310,7 +314,47 @@ def test_bad_toml(run: Run, tmp_path: Path, text: str, words: str) -> None:
     assert words in ran.err
     assert str(file) in ran.err
     assert "did you mean train.steps?" in ran.err or "stepz" not in ran.err
+    assert "nput should" not in ran.err
     assert is_expected_error(run("config", "--config", file, "--kl", "0.5"), 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text", "said"),
+    [
+        ([], "[train]\nsteps = 'ten'", "FILE: train.steps: expected a whole number, got 'ten'"),
+        ([], "[train]\nsteps = 1.5", "FILE: train.steps: expected a whole number, got 1.5"),
+        ([], "[train]\nlr = true", "FILE: train.lr: expected a number, got True"),
+        ([], "[gate]\nenabled = 1", "FILE: gate.enabled: expected true or false, got 1"),
+        ([], "[gate]\nprofile = 'x'", "FILE: gate.profile: expected 'standard' or 'strict', got 'x'"),
+        ([], "[o1]\nm = 2", "FILE: o1.m: expected at least 4, got 2"),
+        ([], "[o1]\nlayers = 3", "FILE: o1.layers: expected a text, got 3"),
+        ([], "[corpus]\ntrain = 3", "FILE: corpus.train: expected a path, got 3"),
+        ([], "train = 3", "FILE: train: expected a table of settings, got 3"),
+        (["--lr", "0"], "", "--lr: expected more than 0, got 0"),
+        (["--kl", "2"], "", "--kl: expected at most 1, got 2"),
+        (["--steps", "9999999999"], "", "--steps: expected at most 2147483647, got 9999999999"),
+        (["--steps", "ten"], "", "--steps: expected a whole number, got 'ten'"),
+        (["--lr", "fast"], "", "--lr: expected a number, got 'fast'"),
+    ],
+)
+def test_a_setting_that_can_not_be(run: Run, tmp_path: Path, flags: list[str], text: str, said: str) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(text)
+    ran = run("config", "--config", file, *flags)
+    assert is_expected_error(ran, 2)
+    error, hint = ran.err.splitlines()[:2]
+    assert error.removesuffix(".0") == f"error: {said}".replace("FILE", str(file))
+    assert hint.startswith("hint: ")
+    if text and "table" not in said:
+        assert "default: " in hint, "what the setting is"
+
+
+@pytest.mark.parametrize("command", ["eval", "gate", "config"])
+def test_a_hint_names_the_command_that_was_run(run: Run, command: str) -> None:
+    assert run(command, *([] if command == "config" else ["x.cmf"]), "--steps", "ten", "--none").err.endswith(
+        f"hint: see cortiq-fcd {command} --help\n"
+    )
+    assert exits.say(errors.ConfigError("--windows: no"), command) == 2
 
 
 def test_config_file_that_is_not_there(run: Run) -> None:

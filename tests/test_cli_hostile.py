@@ -14,6 +14,7 @@ from cortiq_fcd.cli import exits
 from cortiq_fcd.display.figures import printable_json
 from cortiq_fcd.display.plain import Plain, Warnings
 from cortiq_fcd.events import WarningEvent
+from tests.command_line import without_start
 from tests.tiny_model import write_ids, write_tiny_model
 
 PROGRAM = f"{sys.executable} -m cortiq_fcd"
@@ -96,7 +97,7 @@ def test_hostile_arguments(
 ) -> None:
     monkeypatch.chdir(model.parent)
     code = exits.run([str(model) if argument == "IN" else argument for argument in arguments])
-    err = capsys.readouterr().err
+    err = without_start(capsys.readouterr().err)
     assert (code, err.startswith("error: "), "hint: " in err) == (2, True, True), err
     if "--corpus" in arguments:
         assert err.startswith("error: --corpus ")

@@ -12,6 +12,7 @@ import pytest
 
 from cortiq_fcd.cli import exits
 from cortiq_fcd.stages.readings import EvalReport, GateReport
+from tests.command_line import without_start
 from tests.fixtures import tiny_text, tiny_tokenizer
 from tests.stages.test_gating import O1
 from tests.stages.test_pipeline import MODEL
@@ -29,7 +30,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         finally:
             signal.signal(signal.SIGTERM, before)
         captured = capsys.readouterr()
-        return code, captured.out, captured.err
+        return code, captured.out, without_start(captured.err)
 
     return call
 
@@ -55,7 +56,7 @@ def test_eval_for_people(run: Run, model: Path) -> None:
         "tokens/s",
         "layers all, 4 landmarks, window 5, sink 2",
         "12 windows of 40",
-        "on cpu f32, 1 thread ",
+        "on cpu f32, 1 thread\n",
     ):
         assert words in out
     assert "evaluate" in err
@@ -96,6 +97,21 @@ def test_eval_sweeps_and_chooses(run: Run, model: Path) -> None:
     assert "layers are chosen by measurement in `polish` and `eval` alone" in err
 
 
+def test_windows_are_as_many_as_the_text_holds(run: Run, model: Path) -> None:
+    code, out, err = run("eval", model, *flags(model), "--json", "-q", "--windows", 1000000)
+    assert (code, EvalReport.model_validate_json(out).windows.count) == (0, 1460)
+    assert "the text holds 1,460 different windows of 40 tokens: these are measured, not 1,000,000" in err
+
+
+def test_what_is_no_cmf_file_has_a_hint(run: Run, model: Path) -> None:
+    (model.parent / "notes.txt").write_text("dear diary " * 100)
+    for arguments in (["gate", model, "--before", model.parent / "notes.txt"], ["eval", model.parent / "notes.txt"]):
+        code, out, err = run(*arguments, *flags(model))
+        assert (code, out) == (3, "")
+        assert "notes.txt at byte 0: not a CMF file" in err
+        assert "hint: `cortiq-fcd convert` makes a CMF file" in err
+
+
 def test_settings_of_a_polish_fit(run: Run) -> None:
     """The demo's file says nothing about its attention, its settings do: the README's numbers."""
     data = files("cortiq_fcd") / "data"
@@ -110,7 +126,7 @@ def test_gate_says_its_verdict_by_its_exit_code(run: Run, model: Path) -> None:
     code, out, _ = run("gate", model, *flags(model), "--gate-threshold", 1)
     assert code == 0
     assert out.startswith("Passed: through the served O(1) kernel ")
-    for words in ("prompt ends", "exact", "tight loop", "rep-2", "steps of 0.018", "cpu f32, 1 thread "):
+    for words in ("prompt ends", "exact", "tight loop", "rep-2", "steps of 0.018", "cpu f32, 1 thread\n"):
         assert words in out
     code, out, err = run("gate", model, *flags(model), "--gate-threshold", 0, "--json", "-q")
     found = GateReport.model_validate_json(out)

@@ -20,6 +20,7 @@ from cortiq_fcd.io.hf.quantization import QUANTS
 from cortiq_fcd.io.hf.safetensors import read_directory
 from cortiq_fcd.io.reader import open_model
 from cortiq_fcd.io.writer import create_model
+from cortiq_fcd.stages import pipeline
 from tests.command_line import Run, leftovers
 from tests.io.small_hf_model import LLAMA, write_directory
 from tests.test_convert import O1, POLISH
@@ -173,6 +174,40 @@ def test_its_forecast_of_the_polish_is_that_of_the_converted_file(
         return [forecast["layers"], forecast["trainable_params"], disk["out"], *(memory[part] for part in parts)]
 
     assert certain(planned) == certain(known)
+
+
+@pytest.mark.parametrize("polish", [False, True])
+def test_a_dry_run_warns_of_an_out_that_exists(
+    run: Run, model_dir: Path, tmp_path: Path, ids: list[str], polish: bool
+) -> None:
+    """As that of `polish` does, and -q doesn't hide it."""
+    out = tmp_path / "out.cmf"
+    out.write_bytes(b"old")
+    (tmp_path / "out.cmf.converted.cmf").write_bytes(b"old")
+    flags = [*POLISH, *ids, "--keep-intermediate"] if polish else O1
+    ran = run("convert", model_dir, out, *flags, "--dry-run", "-q")
+    assert ran.code == 0, ran.err
+    assert ran.err.count("exists already: the run needs --force") == (2 if polish else 1), ran.err
+    assert run("convert", model_dir, out, *flags).code == 2
+    forced = run("convert", model_dir, out, *flags, "--dry-run", "-q", "--force")
+    assert (forced.code, "exists already" in forced.err) == (0, False)
+    assert out.read_bytes() == b"old"
+
+
+def test_a_forecast_of_the_conversion_leaves_out_what_the_polishs_took(
+    run: Run, model_dir: Path, tmp_path: Path, ids: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_use = [100]
+
+    def forecast(*_: object, **__: object) -> object:
+        in_use[0] = 900
+        return real(*_, **__)
+
+    real = pipeline.forecast
+    monkeypatch.setattr(pipeline, "forecast", forecast)
+    monkeypatch.setattr("cortiq_fcd.stages.capacity.resident_bytes", lambda: in_use[0])
+    told = run("convert", model_dir, tmp_path / "out.cmf", *POLISH, *ids, "--dry-run", "--json").document
+    assert (told["memory"]["in_use"], in_use) == (100, [900])
 
 
 @pytest.mark.parametrize("quant", QUANTS)

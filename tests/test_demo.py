@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cortiq_fcd.cli import exits, tour
-from cortiq_fcd.cli.settings import resolve
+from cortiq_fcd.cli.resolving import resolve
 from cortiq_fcd.io.reader import open_model
 from cortiq_fcd.stages.report import Report
 from tests.reports import IDENTITY, PASSED_GATE, REJECTED_GATE, SKIPPED_GATE, sample_report

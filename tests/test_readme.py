@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,3 +80,14 @@ def test_the_library_example_runs(
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out.startswith(("polished", "identity"))
     assert (tmp_path / "demo" / "library.cmf.report.json").is_file()
+
+
+@pytest.mark.parametrize("script", ["run_all.py", "bench_step.py"])
+def test_a_benchmark_of_a_model_that_is_not_there_ends_in_one_line(script: str, tmp_path: Path) -> None:
+    for name in ("none.cmf", "notes.txt"):
+        (tmp_path / "notes.txt").write_text("dear diary " * 100)
+        command = [sys.executable, str(ROOT / "benchmarks" / script), str(tmp_path / name)]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (2, "", 1), ran.stderr
+        assert ran.stderr.startswith("error: ")
+        assert name in ran.stderr

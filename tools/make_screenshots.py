@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import DIMMED_MONOKAI
 
-from cortiq_fcd.cli.settings import resolve
+from cortiq_fcd.cli.resolving import resolve
 from cortiq_fcd.display.live import LiveDisplay
 from cortiq_fcd.display.page import report_page
 from cortiq_fcd.events import Event, StepEvent

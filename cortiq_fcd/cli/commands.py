@@ -13,8 +13,10 @@ from cortiq_fcd.cli.export import export
 from cortiq_fcd.cli.measuring import EVAL_FIELDS, GATE_FIELDS
 from cortiq_fcd.cli.options import AsJson, DryRun, File, Progress, Quiet, Settings, Target, Verbose, listener_for
 from cortiq_fcd.cli.paths import check_source, check_target
-from cortiq_fcd.cli.settings import Flags, resolve, takes_settings, to_toml
+from cortiq_fcd.cli.resolving import resolve
+from cortiq_fcd.cli.settings import Flags, takes_settings, whole_number
 from cortiq_fcd.cli.streams import write_json, write_text
+from cortiq_fcd.cli.toml import to_toml
 from cortiq_fcd.errors import CmfFormatError, ConfigError, NothingPassedError
 
 app = typer.Typer(
@@ -37,7 +39,11 @@ TextFile = Annotated[
 Windows = Annotated[
     int | None,
     typer.Option(
-        "--windows", metavar="N", help="windows to measure; default: 6 x batch, as a polish does", show_default=False
+        "--windows",
+        metavar="N",
+        help="windows to measure; default: 6 x batch, as a polish does",
+        show_default=False,
+        parser=whole_number,
     ),
 ]
 Sweep = Annotated[
@@ -87,12 +93,15 @@ def polish(
     """Train the converted layers of IN until the served O(1) kernel behaves; write OUT and OUT.report.json."""
     from cortiq_fcd.cli.exits import as_expected, say_lost
     from cortiq_fcd.cli.joining import joined, silent
+    from cortiq_fcd.display import silent_listener
     from cortiq_fcd.stages.interrupt import Interruption
     from cortiq_fcd.stages.launch import place
 
     here = place()
     is_silent = here is not None and here.rank > 0
-    listener = listener_for(progress, quiet or is_silent, verbose)
+    listener = listener_for(progress, quiet, verbose)
+    if is_silent:
+        listener = silent_listener(sys.stderr)
     interruption = Interruption(silent if is_silent else listener.stopping)
     with joined(here, interruption, as_expected, say_lost) as ranks:
         settings = resolve(flags, config)

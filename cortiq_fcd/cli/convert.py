@@ -23,7 +23,8 @@ from cortiq_fcd.cli.options import (
     note,
 )
 from cortiq_fcd.cli.paths import check_name, check_target
-from cortiq_fcd.cli.settings import FLAG_OF, Flags, resolve, takes_settings
+from cortiq_fcd.cli.resolving import resolve
+from cortiq_fcd.cli.settings import FLAG_OF, Flags, takes_settings
 from cortiq_fcd.cli.signals import raised
 from cortiq_fcd.errors import ConfigError
 
@@ -82,15 +83,22 @@ def convert(
     listener = listener_for(progress, quiet, verbose)
     settings = resolve(flags, config)
     planned = _plan(source, quant, settings, marked=_is_marked(settings, polish=polish))
-    from cortiq_fcd.cli.outcome import document, polished, tell, tell_forecast  # behind the first refusals
+    from cortiq_fcd.cli.outcome import (
+        conversion_forecast,
+        document,
+        polished,
+        tell,
+        tell_forecast,
+    )  # behind the first refusals
 
     if not quiet:
         note(*planned.notes, as_events=progress == "json")
     inputs = [*_files_of(source), *filter(None, [config])]
     if not polish:
-        _check(inputs, out, settings.output.force, planned)
+        _check(inputs, out, settings.output.force or dry_run, planned)
         if dry_run:
-            tell_forecast(planned, source, out, quant, None, json)
+            _tell_of_existing(out, settings, progress)
+            tell_forecast(conversion_forecast(planned, source, out, quant), None, json)
             return
         with raised():
             written = planned.write(out, force=settings.output.force)
@@ -99,13 +107,16 @@ def convert(
     from cortiq_fcd.stages import pipeline  # imports torch
     from cortiq_fcd.stages.interrupt import Interruption
 
-    converted = _intermediate_path(out, keep_intermediate, settings.output.force)
+    converted = _intermediate_path(out, keep_intermediate, settings.output.force or dry_run)
     model, protected = planned.as_model(converted), [*inputs, converted]
     if dry_run:
+        facts = conversion_forecast(planned, source, out, quant)
+        if keep_intermediate:
+            _tell_of_existing(converted, settings, progress)
         with listener:
             forecast = pipeline.forecast(model, out, settings, listener, protected=protected)
         _check(inputs, converted, True, planned, forecast.disk.out)
-        tell_forecast(planned, source, out, quant, forecast, json)
+        tell_forecast(facts, forecast, json)
         return
     _check(inputs, converted, True, planned, pipeline.check(model, out, settings, protected=protected))
     with raised(), _intermediate(converted, keep_intermediate):
@@ -187,6 +198,12 @@ def _intermediate_path(out: Path, keep: bool, force: bool) -> Path:
     if os.path.lexists(path) and not force:
         raise ConfigError(f"{path}: exists already", hint="give --force to replace it")
     return path
+
+
+def _tell_of_existing(path: Path, settings: PolishConfig, progress: str) -> None:
+    """What is no obstacle to a forecast, but to what it is made for; -q doesn't hide it."""
+    if os.path.lexists(path) and not settings.output.force:
+        note(f"{path} exists already: the run needs --force to replace it", as_events=progress == "json")
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from cortiq_fcd.stages.launch import place
 
 # typer's own click may be a private copy: its base classes are reached through a class that typer exports.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+_OF_AN_OPTION = re.compile(r"\AInvalid value for '(?P<flag>--[a-z0-9-]+)'[^:]*:")
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 _OF_THE_MACHINE = {errno.EIO, errno.EMFILE, errno.ENFILE, errno.EAGAIN}
 _PATH_HINTS = {
@@ -49,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
         except LostRankError as error:
             code = say_lost(error)
         except CortiqError as error:
-            code = say(error)
+            code = say(error, _command_of(arguments))
         except RankEndedError as ended:
             code = ended.exit_code
         except Interrupted as stopped:
@@ -78,7 +80,7 @@ def _run(arguments: Sequence[str]) -> int:
         expected = as_expected(error)
         if expected is None:
             raise
-        return say(expected)
+        return say(expected, _command_of(arguments))
     if result == INTERRUPTED:  # some versions of click answer Ctrl-C themselves
         return _stopped(INTERRUPTED)
     return result if isinstance(result, int) else 0
@@ -144,13 +146,18 @@ def _going_on(arguments: Sequence[str]) -> str:
     return f"to go on{where}:{' ' if columns is None else chr(10)}{command}"
 
 
-def say(error: CortiqError) -> int:
+def _command_of(arguments: Sequence[str]) -> str:
+    return arguments[0] if arguments and not arguments[0].startswith("-") else ""
+
+
+def say(error: CortiqError, command: str = "polish") -> int:
     """Print an expected error as every command does, and return its exit code. What came from data can't steer a
-    terminal.
+    terminal. `command`: the one that was run.
     """
     from cortiq_fcd.display.figures import printable
 
-    hint = error.hint or ("cortiq-fcd polish --help lists units and defaults" if error.message.startswith("--") else "")
+    about_options = f"cortiq-fcd {command} --help lists units and defaults"
+    hint = error.hint or (about_options if error.message.startswith("--") else "")
     lines = [f"error: {error.message}", *(f"hint: {line}" for line in hint.split("\n") if line)]
     sys.stderr.write("".join(f"{printable(line)}\n" for line in lines))
     return error.exit_code
@@ -163,7 +170,8 @@ def _usage(error: Exception, arguments: Sequence[str]) -> int:
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     if not message:  # no command at all: the help was printed instead
         return ConfigError.exit_code
-    known = arguments[0] if arguments and not arguments[0].startswith("-") and "No such command" not in message else ""
+    known = _command_of(arguments) if "No such command" not in message else ""
+    message = _OF_AN_OPTION.sub(r"\g<flag>:", message)
     return say(ConfigError(message.rstrip("."), hint=f"see cortiq-fcd {known + ' ' if known else ''}--help"))
 
 

@@ -33,7 +33,9 @@ Progress = Annotated[
         "--progress", metavar="KIND", help="auto, rich, plain, json or none; default: auto", show_default=False
     ),
 ]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="say nothing but errors; default: off", show_default=False)]
+Quiet = Annotated[
+    bool, typer.Option("-q", "--quiet", help="say nothing but warnings and errors; default: off", show_default=False)
+]
 Verbose = Annotated[
     bool,
     typer.Option(

@@ -85,13 +85,12 @@ def tell(document: dict[str, Any], json_wanted: bool) -> None:
         write_text(f"{document['polish']['sentence']}\n{document['polish']['report']}: the whole report\n")
 
 
-def tell_forecast(
-    planned: Import, source: Path, out: Path, quant: str, polish: Forecast | None, json_wanted: bool
-) -> None:
-    """Print what `--dry-run` asks for. ResourceError, after it, if the polish would not fit."""
+def tell_forecast(facts: dict[str, Any], polish: Forecast | None, json_wanted: bool) -> None:
+    """Print what `--dry-run` asks for: `conversion_forecast`'s facts and the polish's. ResourceError, after it, if the
+    polish would not fit.
+    """
     from cortiq_fcd.cli.forecast import lines, refuse_if_too_large
 
-    facts = _forecast(planned, source, out, quant)
     if json_wanted:
         whole = {**facts, "polish": asdict(polish) if polish else None}
         write_json(json.dumps(whole, indent=2, ensure_ascii=False) + "\n")
@@ -102,7 +101,8 @@ def tell_forecast(
         refuse_if_too_large(polish)
 
 
-def _forecast(planned: Import, source: Path, out: Path, quant: str) -> dict[str, Any]:
+def conversion_forecast(planned: Import, source: Path, out: Path, quant: str) -> dict[str, Any]:
+    """What a conversion would write and need; of memory, beside what the process has in use now."""
     from cortiq_fcd.io.writer import expected_bytes
     from cortiq_fcd.stages.capacity import available_bytes, resident_bytes
 

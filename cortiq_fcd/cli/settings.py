@@ -1,4 +1,4 @@
-"""The options that make a PolishConfig: one table from flag to field, used by `polish` and `config`.
+"""The options that make a PolishConfig: one table from flag to field, for all commands that take some of them.
 
 The help texts are written out here, not taken from the pydantic models, so that `--help` imports neither; a test holds
 the defaults in them against the models.
@@ -6,28 +6,14 @@ the defaults in them against the models.
 
 from __future__ import annotations
 
-import difflib
 import functools
-import importlib
 import inspect
-import json
-import re
 import reprlib
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-
-from cortiq_fcd.cli.paths import check_name
-from cortiq_fcd.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pydantic import ValidationError
-
-    from cortiq_fcd.stages.config import PolishConfig
 
 Flags = dict[str, Any]
 
@@ -191,22 +177,25 @@ SETTINGS: tuple[Setting, ...] = (
         "most minutes between checkpoints, every validation saves one too; default: 10.0",
     ),
 )
-PATHS = ("corpus.train", "corpus.val", "train.teacher", "output.report", "output.log_jsonl", "output.tensorboard")
-SIZES = ("compute.memory_budget",)
-_SIZE = re.compile(r"(?P<number>\d{1,20}(\.\d{0,20})?) ?((?P<unit>[KMGT]?)(?P<binary>i?)B?)", re.ASCII | re.IGNORECASE)
-MOST_COUNT = 2**31 - 1
-MOST = {
-    "corpus.max_train_bytes": 2**62,
-    "corpus.max_val_bytes": 2**62,
-    "compute.memory_budget": 2**62,
-    "train.seed": 2**64 - 1,
-    "train.lr": 1000.0,  # AdamW moves each weight by about this much: far beyond any use, far below overflow
-}
-MOST_TOML_BYTES = 1_000_000
-_REPR = reprlib.Repr()
-_REPR.maxother = _REPR.maxstring = 100
 FIELDS = tuple(setting.field for setting in SETTINGS)
 FLAG_OF = {setting.field: setting.flag for setting in SETTINGS}
+HELP_OF = {setting.field: setting.help for setting in SETTINGS}
+
+
+def whole_number(text: str) -> int:
+    """An option's value; what typer says of one that is none depends on its version."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"expected a whole number, got {reprlib.repr(text)}") from None
+
+
+def number(text: str) -> float:
+    """The same for numbers with a fraction."""
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"expected a number, got {reprlib.repr(text)}") from None
 
 
 def takes_settings(command: Callable[..., None] | None = None, *, only: Collection[str] = FIELDS) -> Callable[..., Any]:
@@ -233,160 +222,13 @@ def takes_settings(command: Callable[..., None] | None = None, *, only: Collecti
 def _option(setting: Setting) -> inspect.Parameter:
     metavar = setting.metavar or None
     text = setting.help.replace("[", "\\[")  # the help is rich markup: a plain bracket would be taken for a style
-    option = typer.Option(setting.flag, help=text, metavar=metavar, rich_help_panel=setting.panel, show_default=False)
+    option = typer.Option(
+        setting.flag,
+        help=text,
+        metavar=metavar,
+        rich_help_panel=setting.panel,
+        show_default=False,
+        parser={int: whole_number, float: number}.get(setting.kind),
+    )
     annotation = Annotated[setting.kind | None, option]  # type: ignore[name-defined]
     return inspect.Parameter(setting.parameter, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-
-def resolve(flags: Flags, file: Path | None) -> PolishConfig:
-    """The configuration that flags and a TOML file make together; flags win. Raises ConfigError."""
-    from pydantic import ValidationError
-
-    from cortiq_fcd.stages.config import PolishConfig
-
-    merged = read_toml(file) if file is not None else {}
-    for field, value in flags.items():
-        section, key = field.split(".")
-        table = merged.setdefault(section, {})
-        if not isinstance(table, dict):
-            raise ConfigError(f"{file}: {section} should be a table, got {_shown(table)}", hint=f"[{section}]")
-        table[key] = value
-    _check_paths(merged, flags, file)
-    _read_sizes(merged, flags, file)
-    try:
-        config = PolishConfig.model_validate(merged)
-    except ValidationError as error:
-        raise _explained(error, flags, file) from error
-    _check_ranges(config, flags, file)
-    return config
-
-
-def _check_paths(merged: dict[str, Any], flags: Flags, file: Path | None) -> None:
-    """Replace texts by paths, which strict models want; ConfigError for those that no file system takes."""
-    for field in PATHS:
-        section, key = field.split(".")
-        table = merged.get(section)
-        if isinstance(table, dict) and isinstance(table.get(key), str):
-            table[key] = Path(table[key])
-            check_name(table[key], f"{_where(field, flags, file)} {table[key]}")
-
-
-def _read_sizes(merged: dict[str, Any], flags: Flags, file: Path | None) -> None:
-    """Replace texts such as 2.4G by bytes; ConfigError for what is no size."""
-    for field in SIZES:
-        section, key = field.split(".")
-        table = merged.get(section)
-        if isinstance(table, dict) and isinstance(table.get(key), str):
-            table[key] = _bytes_of(table[key], _where(field, flags, file))
-
-
-def _bytes_of(text: str, where: str) -> int:
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"{where}: {_shown(text)} is not a size", hint="such as 2.4G, 800M, 1.5GiB, or bytes")
-    power, binary = " KMGT".index(match["unit"].upper() or " "), match["binary"]
-    nbytes: int = round(float(match["number"]) * (1024 if binary else 1000) ** power)
-    if nbytes < 1:
-        raise ConfigError(f"{where}: {_shown(text)} is no memory at all", hint="such as 2.4G, 800M, 1.5GiB, or bytes")
-    return nbytes
-
-
-def _check_ranges(config: PolishConfig, flags: Flags, file: Path | None) -> None:
-    """What is valid, but larger than any run could use and than the libraries' numbers go."""
-    for section, table in config:
-        for key in type(table).model_fields:
-            field, value = f"{section}.{key}", getattr(table, key)
-            most = MOST.get(field, MOST_COUNT)
-            if isinstance(value, (int, float)) and value > most:
-                where = _where(field, flags, file)
-                raise ConfigError(
-                    f"{where}: input should be less than or equal to {most}, got {_shown(value)}",
-                    hint="cortiq-fcd polish --help lists units and defaults",
-                )
-
-
-def _where(field: str, flags: Flags, file: Path | None) -> str:
-    return FLAG_OF[field] if field in flags else f"{file}: {field}"
-
-
-def read_toml(file: Path) -> dict[str, Any]:
-    """A TOML file as a dictionary. Raises ConfigError."""
-    toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    check_name(file, f"--config {file}")
-    try:
-        text = _small_text(file)
-    except OSError as error:
-        raise ConfigError(f"--config {file}: {error.strerror}", hint="give a file as `config` prints it") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--config {file} is not valid TOML: {error}", hint="save it as UTF-8") from error
-    try:
-        table: dict[str, Any] = toml.loads(text)
-    except ValueError as error:  # TOMLDecodeError, and int() of thousands of digits
-        raise ConfigError(f"--config {file} is not valid TOML: {error}", hint="`config` prints a valid one") from error
-    except RecursionError:
-        raise ConfigError(f"--config {file} is nested too deeply", hint="`config` prints a valid one") from None
-    return table
-
-
-def _small_text(file: Path) -> str:
-    """The text of a regular file; a pipe might never end, and a device never does."""
-    if file.is_dir():
-        raise ConfigError(f"--config {file} is a folder", hint="name a .toml file in it")
-    if file.exists() and not file.is_file():
-        raise ConfigError(f"--config {file}: is not a regular file", hint="save the settings in a file first")
-    if file.stat().st_size > MOST_TOML_BYTES:
-        raise ConfigError(
-            f"--config {file}: {file.stat().st_size:,} bytes are too many for settings",
-            hint=f"at most {MOST_TOML_BYTES:,} bytes",
-        )
-    return file.read_text(encoding="utf-8")
-
-
-def _shown(value: Any) -> str:
-    """A value in a message: short, and without the errors that huge numbers and deep tables meet."""
-    try:
-        return _REPR.repr(value)
-    except (ValueError, RecursionError):
-        return f"a huge {type(value).__name__}"
-
-
-def _explained(error: ValidationError, flags: Flags, file: Path | None) -> ConfigError:
-    hints = []
-    parts = []
-    for item in error.errors(include_url=False):
-        field = ".".join(map(str, item["loc"]))
-        where = _where(field, flags, file)
-        if item["type"] == "extra_forbidden":
-            parts.append(f"{where} is no setting")
-            close = difflib.get_close_matches(field, FLAG_OF, n=1)
-            hints += [f"did you mean {close[0]}?"] if close else []
-        else:
-            message = item["msg"][0].lower() + item["msg"][1:]
-            parts.append(f"{where}: {message}, got {_shown(item['input'])}")
-    return ConfigError("; ".join(parts), hint="\n".join(hints) or "cortiq-fcd polish --help lists units and defaults")
-
-
-def to_toml(config: PolishConfig, encoding: str = "utf-8") -> str:
-    """The configuration as TOML that `--config` reads back; what is not set is a comment. `encoding`: what it lacks is
-    escaped.
-    """
-    lines = []
-    for section, table in config:
-        lines.append(f"[{section}]")
-        for key, field in type(table).model_fields.items():
-            value = getattr(table, key)
-            lines.append(f"# {field.description}")
-            lines.append(f"# {key} is not set" if value is None else f"{key} = {_toml_value(value, encoding)}")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _toml_value(value: Any, encoding: str) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    from cortiq_fcd.display.figures import is_plain
-
-    text = json.dumps(str(value), ensure_ascii=False)
-    return "".join(char if is_plain(char, encoding) else f"\\U{ord(char):08x}" for char in text)

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from cortiq_fcd.cli.pasting import command_lines, program
 from cortiq_fcd.cli.paths import check_name
-from cortiq_fcd.cli.settings import Flags, resolve
+from cortiq_fcd.cli.resolving import resolve
+from cortiq_fcd.cli.settings import Flags
 from cortiq_fcd.display.figures import printable
 from cortiq_fcd.display.guard import Guarded
 from cortiq_fcd.display.report_view import perplexity_table, show_report

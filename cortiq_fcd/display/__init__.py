@@ -15,7 +15,7 @@ KINDS: tuple[str, ...] = get_args(ProgressKind)
 
 
 class _Silent:
-    """`-q`: says nothing at all."""
+    """Says nothing at all."""
 
     def __call__(self, event: Event) -> None:
         """Ignore the event."""
@@ -27,11 +27,16 @@ class _Silent:
         """Nothing to close."""
 
 
+def silent_listener(stream: TextIO) -> Guarded:
+    """A listener that says nothing, of a process beside which another one tells."""
+    return Guarded(_Silent(), stream)
+
+
 def make_listener(kind: ProgressKind, stream: TextIO, *, quiet: bool = False, verbose: bool = False) -> Guarded:
     """A context manager that is also an `events.Listener`.
 
     `auto` is rich on a terminal and plain lines otherwise; rich asked for without a terminal is plain too, since a live
-    block would flood a log. `quiet` silences everything, `verbose` gives every step its own plain line.
+    block would flood a log. `quiet` leaves warnings alone, `verbose` gives every step its own plain line.
     """
     if not quiet and kind in ("auto", "rich") and _is_live_terminal(stream):
         from rich.console import Console  # only a live terminal pays for importing rich
@@ -40,7 +45,7 @@ def make_listener(kind: ProgressKind, stream: TextIO, *, quiet: bool = False, ve
 
         live = LiveDisplay(Console(file=stream))
         return Guarded(live, stream, live.show_stopping)
-    return Guarded(_Silent() if quiet else _lines(kind, stream, verbose), stream)
+    return Guarded(_lines("none" if quiet else kind, stream, verbose), stream)
 
 
 def _lines(kind: ProgressKind, stream: TextIO, verbose: bool) -> Display:

@@ -46,11 +46,11 @@ def eval_table(found: EvalReport) -> Table:
     table.add_column("attention")
     for name in ("perplexity", "ratio", "KL (nats)", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_row("exact", figures.perplexity(found.exact.ppl), "", "", f"{found.exact.tokens_per_s:.0f}")
+    table.add_row("exact", figures.perplexity(found.exact.ppl), "", "", f"{found.exact.tokens_per_s:,.0f}")
     if found.served is not None:
         ratio = "-" if found.ratio is None else f"{found.ratio:.3f}"
         cells = (figures.perplexity(found.served.ppl), ratio, figures.nats(found.kl))
-        table.add_row("served O(1)", *cells, f"{found.served.tokens_per_s:.0f}")
+        table.add_row("served O(1)", *cells, f"{found.served.tokens_per_s:,.0f}")
     return table
 
 

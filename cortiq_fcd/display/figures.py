@@ -11,7 +11,9 @@ def perplexity(value: float | None) -> str:
     """A perplexity, or a dash when it was not measured."""
     if value is None:
         return "-"
-    return f"{value:.4g}" if value >= 10_000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+    if value >= 10_000:
+        return f"{value:,.0f}" if value < 10**9 else f"{value:.3g}"
+    return f"{value:,.1f}" if value >= 100 else f"{value:.2f}"
 
 
 def nats(value: float | None) -> str:
@@ -82,6 +84,15 @@ def layers(numbers: list[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def prompt_end(text: str) -> str:
+    """The end of a prompt, one line from its first whole word on; for scripts without blanks, as it is."""
+    words = " ".join(text.splitlines())
+    if not words[:1].isspace():  # cut inside a word, or behind a blank that is no longer there
+        _, blank, rest = words.partition(" ")
+        words = rest if blank and rest.strip() else words
+    return f"... {words.strip()}"
 
 
 def printable(text: str) -> str:

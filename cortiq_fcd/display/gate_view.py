@@ -71,7 +71,7 @@ def _texts(console: Console, number: int, prompt: PromptVerdict) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="dim")
     table.add_column(overflow="fold")
-    table.add_row("prompt ends", Text(_line(prompt.prompt), style="dim"))
+    table.add_row("prompt ends", Text(_line(figures.prompt_end(prompt.prompt)), style="dim"))
     for name, said in (("exact", prompt.exact), ("before", prompt.before), ("FILE", prompt.text)):
         if said is not None:
             table.add_row(name, _marked(said))
@@ -85,7 +85,8 @@ def _marked(said: Continuation) -> Text:
         pieces.append(_line(said.text[at:start]))
         pieces.append(_line(said.text[start:stop]), style="red")
         at = stop
-    return pieces.append(_line(said.text[at:]))
+    pieces.append(_line(said.text[at:]))
+    return pieces[len(pieces.plain) - len(pieces.plain.lstrip()) :]
 
 
 def _line(text: str) -> str:

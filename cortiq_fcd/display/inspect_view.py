@@ -14,13 +14,26 @@ from cortiq_fcd.display import figures
 from cortiq_fcd.display.report_view import facts_table
 from cortiq_fcd.stages.inspection import DtypeShare, Inspection
 
+# Of provenance.fcd; --json has all of it.
+RECORD = {
+    "outcome": "polish",
+    "best_step": "  chosen at step",
+    "steps": "  of",
+    "lr": "  lr",
+    "teacher_ppl": "  exact perplexity",
+    "ppl_start": "  before, quick windows",
+    "ppl_final": "  after, final windows",
+    "converted_layers": "  layers",
+    "save_dtype": "  saved as",
+}
+
 
 def show_inspection(found: Inspection, console: Console) -> None:
     """The whole inspection, fit for 80 columns."""
     shards = f" in {found.shards} shards" if found.shards > 1 else ""
     console.print(Text(f"{figures.printable(found.path)}: {figures.size(found.bytes)}{shards}", style="bold"))
     _section(console, "What polish could do", facts_table(_polish_facts(found)))
-    _section(console, "Recorded settings", facts_table(_recorded(found)))
+    _section(console, "Recorded settings", facts_table(recorded_facts(found.o1_attn, found.fcd)))
     _section(console, "Tensors", dtype_table(found.dtypes))
     _section(console, "Sections", facts_table(_section_facts(found)))
     _section(console, "Architecture", facts_table([(k, _brief(v)) for k, v in found.arch.items()]))
@@ -47,10 +60,22 @@ def _polish_facts(found: Inspection) -> list[tuple[str, str]]:
     return facts + [("note", note) for note in possible.notes]
 
 
-def _recorded(found: Inspection) -> list[tuple[str, str]]:
-    o1 = "no setting: the file runs exact attention" if found.o1_attn is None else _brief(found.o1_attn)
-    fcd = "no record: the file was never polished" if found.fcd is None else _brief(found.fcd, 600)
-    return [("o1_attn", o1), ("fcd", fcd)]
+def recorded_facts(o1_attn: Any, record: Any) -> list[tuple[str, str]]:
+    """`provenance.o1_attn` and `provenance.fcd` in short, whatever a stranger put there."""
+    o1 = "no setting: the file runs exact attention" if o1_attn is None else _brief(o1_attn)
+    if not isinstance(record, dict):
+        fcd = "no record: the file was never polished" if record is None else _brief(record)
+        return [("o1_attn", o1), ("fcd", fcd)]
+    return [("o1_attn", o1), *((words, _short(record[key])) for key, words in RECORD.items() if key in record)]
+
+
+def _short(value: Any) -> str:
+    """A value of a record."""
+    if isinstance(value, float):
+        return figures.perplexity(value) if value >= 1 else f"{value:g}"
+    if isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value[:1000]):
+        return _brief(figures.layers(value[:1000]))
+    return _brief(value)
 
 
 def _section_facts(found: Inspection) -> list[tuple[str, str]]:

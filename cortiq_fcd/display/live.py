@@ -14,7 +14,7 @@ from rich.text import Text
 
 from cortiq_fcd.display import figures
 from cortiq_fcd.display.curve import sparkline
-from cortiq_fcd.display.state import RunState, StageState
+from cortiq_fcd.display.state import STARTING, RunState, StageState
 from cortiq_fcd.events import DoneEvent, Event, StepEvent
 from cortiq_fcd.stages.capacity import peak_resident_bytes, resident_bytes
 
@@ -27,7 +27,6 @@ WARNINGS_SHOWN = 3
 # follows would be drawn one too low; so that line is kept short of the edge.
 ECHO_COLUMNS = 6
 
-STARTING = "starting: loading libraries, reading the model and the text"
 HOW_TO_STOP = "Ctrl-C ends this step, saves and stops"
 STOPPING = "stopping: this step is ended and saved first; Ctrl-C again stops at once"
 

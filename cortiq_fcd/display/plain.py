@@ -6,7 +6,7 @@ import time
 from typing import TextIO
 
 from cortiq_fcd.display import figures
-from cortiq_fcd.display.state import RunState
+from cortiq_fcd.display.state import STARTING, RunState
 from cortiq_fcd.events import DoneEvent, EvalEvent, Event, GateEvent, StageEvent, StepEvent, WarningEvent
 from cortiq_fcd.stages.capacity import peak_resident_bytes
 
@@ -29,8 +29,9 @@ class Plain:
         self._line(self._text(event))
 
     def open(self) -> None:
-        """Start the clock."""
+        """Start the clock, and say so: loading takes seconds."""
         self._began_s = time.monotonic()
+        self._line(STARTING)
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -67,7 +68,7 @@ class Plain:
         text = f"step {event.step}/{event.steps}: ce {figures.nats(event.ce)}, kl {figures.nats(event.kl)}"
         text += f", gradient norm {event.grad_norm:.3g}"
         if (speed := self._state.tokens_per_s) is not None:
-            text += f", {speed:.0f} tokens/s"
+            text += f", {speed:,.0f} tokens/s"
         if (left_s := self._state.time_left_s) is not None and event.step < event.steps:
             text += f", {figures.duration(left_s)} left"
         if event.step == event.steps and (peak := peak_resident_bytes()) is not None:
@@ -76,7 +77,7 @@ class Plain:
 
 
 class Warnings:
-    """`--progress none`: no progress, but what a user should know is still said."""
+    """`--progress none` and `-q`: no progress, but what a user should know is still said."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

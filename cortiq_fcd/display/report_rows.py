@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from cortiq_fcd.display import figures
@@ -10,6 +10,11 @@ from cortiq_fcd.stages.report import GateInfo, Report, ToolInfo, Triple
 
 VERDICTS = {True: "passed", False: "failed", None: "not decoded: couldn't win"}
 PERPLEXITY_COLUMNS = ("exact", "start", "OUT", "change")
+LEAST_SHARE = 0.01  # of the time: what took less is "other"
+NEXT = (
+    "give it to the program that reads your CMF files: its header tells which layers run the O(1) kernel; "
+    "`cortiq-fcd export` makes a HuggingFace directory of it, with exact attention"
+)
 
 
 def perplexity_rows(report: Report) -> list[tuple[str, ...]]:
@@ -78,7 +83,9 @@ class TimeRow:
 
 
 def time_rows(timing: Mapping[str, float]) -> list[TimeRow]:
-    """Stages in order, each followed by its phases (`stage.phase` in `timing`), the longest first."""
+    """Stages in order, each followed by its phases (`stage.phase` in `timing`), the longest first; those that took next
+    to nothing are told together.
+    """
     parts: dict[str, dict[str, float]] = {}
     for name, seconds in timing.items():
         stage, _, phase = name.partition(".")
@@ -92,11 +99,16 @@ def time_rows(timing: Mapping[str, float]) -> list[TimeRow]:
     def share(spent: float) -> float:
         return min(max(spent / whole, 0.0), 1.0) if whole > 0 else 0.0
 
+    def folded(spent: Iterable[tuple[str, float]], depth: int) -> list[TimeRow]:
+        rows = [TimeRow(name, seconds, share(seconds), depth) for name, seconds in spent]
+        small = sum(row.seconds for row in rows if row.share < LEAST_SHARE)
+        kept = [row for row in rows if row.share >= LEAST_SHARE]
+        return [*kept, TimeRow("other", small, share(small), depth)] if len(kept) < len(rows) else rows
+
     rows = []
-    for stage, seconds in stages.items():
-        rows.append(TimeRow(stage, seconds, share(seconds)))
-        longest_first = sorted(parts.get(stage, {}).items(), key=lambda part: -part[1])
-        rows += [TimeRow(phase, spent, share(spent), depth=1) for phase, spent in longest_first]
+    for row in folded(stages.items(), 0):
+        longest_first = sorted(parts.get(row.name, {}).items(), key=lambda part: -part[1])
+        rows += [row, *folded(longest_first, 1)]
     return rows
 
 
@@ -124,11 +136,12 @@ def report_facts(report: Report) -> list[tuple[str, str]]:
         ("tensors", f"{out.tensors_written} written, {out.tensors_copied} copied byte for byte"),
         ("tool", f"{report.tool.name} {report.tool.version}, torch {report.tool.torch}, {machine(report.tool)}"),
         ("created", report.created),
+        ("next", NEXT),
     ]
     if recipe.teacher is not None:
         facts.insert(3, ("teacher", recipe.teacher))
     if (peak := report.memory.peak_rss_bytes) is not None:
-        facts.insert(-2, ("memory", f"peak {figures.size(peak)}"))
+        facts.insert(-3, ("memory", f"peak {figures.size(peak)}"))
     return facts
 
 

@@ -26,6 +26,7 @@ from cortiq_fcd.stages.sentence import sentence
 
 GATE_ROWS = 16
 TEXTS_SHOWN = 3
+NOISE = "single steps are noisy, as each sees other text: whether it learns, validation tells"
 BAR_COLUMNS = 24
 
 
@@ -122,7 +123,7 @@ def _texts(gate: GateInfo, console: Console) -> None:
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         for name, text in facts:
-            shown = Text(f"... {_one_line(text)}", style="dim") if isinstance(text, str) else marked(text)
+            shown = Text(_one_line(figures.prompt_end(text)), style="dim") if isinstance(text, str) else marked(text)
             table.add_row(name, shown)
         console.print(Padding(table, (0, 0, 1, 2)))
     if len(gate.texts.prompts) > TEXTS_SHOWN:
@@ -137,7 +138,8 @@ def marked(said: Continuation) -> Text:
         text.append(_one_line(said.text[at:start]))
         text.append(f"[{_one_line(said.text[start:stop])}]", style="yellow")
         at = stop
-    return text.append(_one_line(said.text[at:]))
+    text.append(_one_line(said.text[at:]))
+    return text[len(text.plain) - len(text.plain.lstrip()) :]
 
 
 def _one_line(text: str) -> str:
@@ -149,6 +151,7 @@ def _curves(report: Report, console: Console) -> None:
         return
     console.print()
     console.print(Text(f"Training, steps 1 to {report.losses[-1].step}", style="bold cyan"))
+    console.print(Text(f"  {NOISE}", style="dim"))
     for name, field in (("ce", "ce"), ("kl", "kl"), ("gradient", "grad_norm")):
         console.print(Text(_spark_row(name, _series(report.losses, field)), no_wrap=True, overflow="ellipsis"))
     for title, points in (

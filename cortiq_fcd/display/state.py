@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from cortiq_fcd.events import DoneEvent, EvalEvent, Event, GateEvent, StageEvent, StepEvent, WarningEvent
 
 CURVE_POINTS = 4096
+STARTING = "starting: loading libraries, reading the model and the text"
 
 
 @dataclass

@@ -193,7 +193,10 @@ def _check_hash(path: Path, section: str, span: Span, data: bytes, recorded: int
 def _read_envelope(octets: Octets, path: Path) -> Envelope:
     magic, version, _flags, features, *rest = layout.ENVELOPE.unpack(octets[: layout.ENVELOPE_BYTES].tobytes())
     if magic != layout.MAGIC:
-        _fail(path, "not a CMF file", 0, f"magic {layout.MAGIC!r}", repr(magic))
+        hint = "`cortiq-fcd convert` makes a CMF file of a HuggingFace directory"
+        raise CmfFormatError(
+            path, "not a CMF file", offset_bytes=0, expected=f"magic {layout.MAGIC!r}", got=repr(magic), hint=hint
+        )
     if version != layout.VERSION:
         _fail(path, "unknown version", 0x04, layout.VERSION, version)
     unknown = features & ~layout.KNOWN_FEATURES

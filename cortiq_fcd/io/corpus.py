@@ -97,7 +97,7 @@ def _held_out(trained: Text) -> tuple[Text, Text]:
     """A training text without its last tenth, and that tenth."""
     held_out = len(trained.ids) // HELD_OUT_SHARE
     split = len(trained.ids) - held_out
-    validated = Text(trained.ids[split:], trained.sha256, f"its last {held_out} tokens", ())
+    validated = Text(trained.ids[split:], trained.sha256, "its last tenth", ())
     return Text(trained.ids[:split], trained.sha256, trained.source, trained.notes), validated
 
 

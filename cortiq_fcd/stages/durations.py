@@ -11,14 +11,20 @@ import torch
 
 from cortiq_fcd.model.adamw import adamw_step, gradient_norm, new_moments
 from cortiq_fcd.model.windows import FINAL_ROUNDS, QUICK_ROUNDS
+from cortiq_fcd.stages.config import TrainConfig
 from cortiq_fcd.stages.miniature import seconds
 from cortiq_fcd.stages.works import Sizes, decode, miniatures, validate
 from cortiq_fcd.stages.works import step as step_of
 
+MOST_POSITIONS = 1024  # that are tried out: what has more windows is scaled up from some of them
+
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds, measured on this machine as busy as it is. `total` has every validation judged by the gate."""
+    """Seconds, measured on this machine as busy as it is. `total` has every validation judged by the gate.
+
+    Of the `windows` of a step `tried` were measured, and the others scaled up from them.
+    """
 
     step: float
     validation: float
@@ -26,19 +32,24 @@ class Time:
     before: float
     after: float
     total: float
+    windows: int
+    tried: int
 
 
 def duration(sizes: Sizes, device: torch.device) -> Time:
     """The time of a run, from the time of a few layers."""
     train, c = sizes.train, sizes.conversion
+    tried = windows_tried(train)
+    part, whole = train.model_copy(update={"batch": tried}), train.batch / tried
     of_all = miniatures(sizes, device, blank=False).of_all
-    step = of_all(step_of(train, device), seconds) + _optimizer_seconds(sizes, device)
-    window_batch = of_all(partial(validate, train), seconds)
+    step = whole * of_all(step_of(part, device), seconds) + _optimizer_seconds(sizes, device)
+    window_batch = whole * of_all(partial(validate, part), seconds)
     gate = (
         _decode_seconds(sizes, device, sizes.prompts, sizes.prompt_tokens, sizes.new_tokens) if sizes.prompts else 0.0
     )
-    windows = FINAL_ROUNDS * train.batch
-    served = _decode_seconds(sizes, device, windows, c.seal, train.seq - c.seal) if c.seal < train.seq else 0.0
+    served = 0.0
+    if c.seal < train.seq:
+        served = whole * _decode_seconds(sizes, device, FINAL_ROUNDS * tried, c.seal, train.seq - c.seal)
     # The six rounds, and windows that nothing touched; see `evaluate`. After training the teacher's rows once more.
     teacher = (FINAL_ROUNDS + QUICK_ROUNDS) * window_batch
     before = 2 * gate + teacher + teacher + served
@@ -47,7 +58,18 @@ def duration(sizes: Sizes, device: torch.device) -> Time:
     evaluations = 1 + (train.steps // train.eval_every if train.eval_every else 0)
     evaluations += not train.eval_every or train.steps % train.eval_every != 0
     total = before + train.steps * step + evaluations * (validation + gate) + after
-    return Time(step, validation, gate, before, after, total)
+    return Time(step, validation, gate, before, after, total, train.batch, tried)
+
+
+def windows_tried(train: TrainConfig) -> int:
+    """So many windows of a step are tried out."""
+    return min(train.batch, max(1, MOST_POSITIONS // train.seq))
+
+
+def what_is_tried(train: TrainConfig) -> str:
+    """What is measured, in words."""
+    tried = windows_tried(train)
+    return "a step" if tried == train.batch else f"{tried} of the {train.batch} windows of a step"
 
 
 def _decode_seconds(sizes: Sizes, device: torch.device, batch: int, prompt: int, tokens: int) -> float:

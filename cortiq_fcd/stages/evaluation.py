@@ -75,7 +75,8 @@ def run(
             raise ConfigError("--prefill equals --seq: no position is left to predict", hint="give a smaller --prefill")
         read = load_text(text=text, max_bytes=config.corpus.max_val_bytes, model=model)
         progress.warn(*read.notes)
-        offsets = _offsets(read, train.seq, count or FINAL_ROUNDS * train.batch, progress)
+        count = FINAL_ROUNDS * train.batch if count is None else _capped(read, train.seq, count, progress)
+        offsets = _offsets(read, train.seq, count, progress)
         network, costs = reading.load(device, progress), None
         if count_of_layers is not None:
             choice = choose.run(count_of_layers, network, read.ids, _beside(read, offsets, train.seq), train, progress)
@@ -109,6 +110,15 @@ def run(
         memory=memory_info(device),
         warnings=progress.notes,
     )
+
+
+def _capped(text: Text, seq: int, count: int, progress: Progress) -> int:
+    """What was asked for, or as many different windows as the text holds."""
+    distinct = max(1, len(text.ids) - seq)
+    if count <= distinct:
+        return count
+    progress.warn(f"the text holds {distinct:,} different windows of {seq} tokens: these are measured, not {count:,}")
+    return distinct
 
 
 def _offsets(text: Text, seq: int, count: int, progress: Progress) -> list[int]:

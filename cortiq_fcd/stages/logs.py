@@ -1,4 +1,5 @@
-"""Copies of a run's numbers for other programs. A log that fails gives a warning and ends; the run goes on.
+"""Copies of a run's numbers for other programs. A place where none can be kept is refused before the run; a log that
+fails later gives a warning and ends, and the run goes on.
 
 `--log-jsonl` appends one flat JSON object a line, with the keys of W&B's history files (`_step`, `_timestamp`).
 `--tensorboard` writes TensorBoard's event files through tensorboardX, an extra of this package.
@@ -9,10 +10,12 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from cortiq_fcd.errors import ConfigError
 from cortiq_fcd.events import EvalEvent, Event, GateEvent, StepEvent
 from cortiq_fcd.stages.config import OutputConfig
 
@@ -48,6 +51,44 @@ def numbers_of(event: Event) -> tuple[int, Numbers] | None:
     return None
 
 
+def check_logs(config: OutputConfig) -> None:
+    """ConfigError for a log that could not be opened where it was asked for. Nothing is made."""
+    if (path := config.log_jsonl) is not None and (fault := _fault_of_file(path)):
+        raise ConfigError(f"--log-jsonl {path}: {fault}", hint="name a new file in a folder that is there")
+    if (path := config.tensorboard) is not None and (fault := _fault_of_folder(path)):
+        raise ConfigError(f"--tensorboard {path}: {fault}", hint="name a new folder, or one of event files")
+
+
+def _fault_of_file(path: Path) -> str:
+    """Why no log can be kept there; empty if one can."""
+    try:
+        if not os.path.lexists(path):
+            folder = Path(os.path.realpath(path)).parent
+            if not folder.is_dir():
+                return f"there is no folder {folder}"
+            return "" if os.access(folder, os.W_OK | os.X_OK) else f"the folder {folder} can't be written to"
+        if not path.is_file():
+            return "it is not a regular file"
+        with path.open("rb") as file:
+            if not _is_of_a_log(file.readline(MOST_LINE_BYTES)):
+                return "it holds something else than a log of steps"
+        return "" if os.access(path, os.W_OK) else "it can't be written to"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _fault_of_folder(path: Path) -> str:
+    """Why no folder of event files can be there; empty if one can."""
+    try:
+        real = Path(os.path.realpath(path))
+        there = next(place for place in (real, *real.parents) if os.path.lexists(place))
+        if not there.is_dir():
+            return f"{there} is not a folder"
+        return "" if os.access(there, os.W_OK | os.X_OK) else f"the folder {there} can't be written to"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
 def open_logs(config: OutputConfig) -> list[Log]:
     """The logs that were asked for; nothing is opened before the first numbers come."""
     logs: list[Log] = []
@@ -80,12 +121,8 @@ class JsonLinesLog:
             self._file.close()
 
     def _open(self) -> TextIO:
-        if self._path.exists():
-            if not self._path.is_file():
-                raise ValueError("it is not a regular file")
-            with self._path.open("rb") as file:
-                if not _is_of_a_log(file.readline(MOST_LINE_BYTES)):
-                    raise ValueError("it holds something else than a log of steps")
+        if fault := _fault_of_file(self._path):
+            raise ValueError(fault)
         return self._path.open("a", encoding="utf-8")
 
 

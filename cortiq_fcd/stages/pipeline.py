@@ -26,7 +26,7 @@ from cortiq_fcd.stages.artefacts import Before, Comparison, Figures, Gate, Store
 from cortiq_fcd.stages.best import BestOnDisk
 from cortiq_fcd.stages.checkpoint import Checkpoint
 from cortiq_fcd.stages.config import PolishConfig
-from cortiq_fcd.stages.durations import duration
+from cortiq_fcd.stages.durations import duration, what_is_tried
 from cortiq_fcd.stages.estimate import Forecast
 from cortiq_fcd.stages.identity import check_unchanged
 from cortiq_fcd.stages.interrupt import Interruption
@@ -42,6 +42,7 @@ from cortiq_fcd.stages.sentence import is_worse, sentence
 
 _DIVERGED = f"training diverged: {polish.MAX_SKIPPED_IN_A_ROW} steps in a row could not be used"
 _CALMER = "try a smaller --lr"
+PREPARING = "checking the model and the text, sizing the run"
 
 
 def run(
@@ -69,7 +70,8 @@ def run(
     device = choose_device(config.compute, ranks)
     with open_model(source) as model:
         config, costs = choose.settle(model, out, config, device, progress, protected, ranks)
-        job = prepare(model, out, config, device, progress, protected, ranks)
+        with progress.stage("prepare", PREPARING):
+            job = prepare(model, out, config, device, progress, protected, ranks)
         estimate.check_fits(job.sizes, device, job.memory)
         writing = _writing(job, out, config, progress) if ranks.rank == 0 else contextlib.nullcontext()
         with writing, _teacher_model(config) as teacher:
@@ -125,10 +127,14 @@ def forecast(
     config = choose.stand_in(model, config, progress)
     allowed = config.model_copy(update={"output": config.output.model_copy(update={"force": True})})
     lacks_force = os.path.lexists(out) and not config.output.force
-    job = prepare(model, out, allowed if lacks_force else config, device, progress, protected, ranks)
+    with progress.stage("prepare", PREPARING):
+        job = prepare(model, out, allowed if lacks_force else config, device, progress, protected, ranks)
     if lacks_force and not is_own(out, job.checkpoints):
         progress.warn(f"{out} exists already: the run needs --force to replace it, or another name")
     resumes_after = _resumes_after(job, config)
+    with progress.stage("estimate", f"measuring {what_is_tried(job.sizes.train)} on a few layers"):
+        time = duration(job.sizes, device)
+        fits = "" if job.memory.fits else estimate.what_fits(job.sizes, device, job.memory)
     return Forecast(
         layers=list(job.conversion.layers),
         trainable_params=job.sizes.trained,
@@ -136,8 +142,8 @@ def forecast(
         memory=job.memory,
         savings=describe(job.savings, job.plan, job.teacher_plan, job.conversion),
         disk=estimate.disk(job.sizes, out, job.out_bytes),
-        time=duration(job.sizes, device),
-        fits="" if job.memory.fits else estimate.what_fits(job.sizes, device, job.memory),
+        time=time,
+        fits=fits,
         warnings=progress.notes,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +14,7 @@ from cortiq_fcd.io.paths import is_inside, is_regular
 from cortiq_fcd.io.planned import AnyModel
 from cortiq_fcd.stages.checkpoint_folder import ANNOUNCEMENT, check_folder, finished, folder_of
 from cortiq_fcd.stages.config import PolishConfig
+from cortiq_fcd.stages.logs import check_logs
 
 
 def read_by(model: AnyModel, config: PolishConfig, protected: Iterable[Path] = ()) -> list[Path]:
@@ -44,12 +46,13 @@ def check_places(inputs: list[Path], out: Path, config: PolishConfig) -> Path:
             raise ConfigError(f"{flag} {log}: is a place of this program's own temporary files", hint="name another")
         if log is not None and any(is_inside(log, other) for other in (*inputs, out, report)):
             raise ConfigError(f"{flag} {log}: is a file that the run reads or writes", hint="name another")
+    check_logs(config.output)
     return report
 
 
 def _is_ours(report: Path, out: Path) -> bool:
     temporary = rf"\.{re.escape(out.name)}(\.[0-9a-f]{{16}}\.partial|\.converted\.cmf)"
-    beside = report.parent.resolve() == out.parent.resolve()
+    beside = os.path.realpath(report.parent) == os.path.realpath(out.parent)
     folders = (folder_of(out), finished(folder_of(out)))
     return (beside and bool(re.fullmatch(temporary, report.name))) or any(is_inside(report, f) for f in folders)
 

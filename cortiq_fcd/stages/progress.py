@@ -12,7 +12,9 @@ from cortiq_fcd.events import Event, Listener, StageEvent, WarningEvent
 from cortiq_fcd.io.paths import printable
 from cortiq_fcd.stages.logs import Log, numbers_of
 
-StageName = Literal["choose", "dequantize", "replica", "gate", "polish", "evaluate", "provenance"]
+StageName = Literal[
+    "prepare", "choose", "estimate", "dequantize", "replica", "gate", "polish", "evaluate", "provenance"
+]
 
 
 class Progress:

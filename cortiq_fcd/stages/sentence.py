@@ -49,7 +49,21 @@ def _identity(report: Report) -> list[str]:
     name, ppl = before_and_after(report)
     number = ppl.start if ppl.start is not None else ppl.final
     measured = f" ({name} {_num(number)}{_teacher(ppl)})" if number is not None else ""
-    return [f"Identity: {_identity_reason(report)}, so OUT holds the source weights{measured}", _gate_skipped(report)]
+    said = f"Identity: {_identity_reason(report)}, so OUT holds the source weights{measured}"
+    return [said, _gate_skipped(report), f"to try next: {_to_try(report)}"]
+
+
+def _to_try(report: Report) -> str:
+    """What might help."""
+    lr = "smaller" if _rose(report) else "larger"
+    other = "more text (--corpus)" if report.recipe.polish_only else "a wider --o1-window (docs/choosing.md)"
+    return f"more --steps, a {lr} --lr, or {other}"
+
+
+def _rose(report: Report) -> bool:
+    """Whether training made it worse from its first validation on."""
+    first = next((entry.ppl for entry in report.evals if entry.step > 0 and entry.ppl is not None), None)
+    return first is not None and report.ppl.start is not None and first > report.ppl.start
 
 
 def _identity_reason(report: Report) -> str:

@@ -88,8 +88,14 @@ def test_verbose_has_a_line_for_every_step() -> None:
     assert sum(" step " in line and "ce 3.2" in line for line in lines_of("plain", verbose=True)) == 40
 
 
-def test_quiet_says_nothing() -> None:
-    assert lines_of("json", quiet=True) == []
+def test_quiet_says_nothing_but_warnings() -> None:
+    assert lines_of("json", quiet=True) == lines_of("none")
+
+
+def test_plain_lines_begin_at_once() -> None:
+    stream = io.StringIO()
+    with make_listener("plain", stream):
+        assert "starting" in stream.getvalue(), "before any event: loading takes seconds"
 
 
 def test_none_still_warns() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,16 @@ from rich.console import Console
 
 from cortiq_fcd.display import figures
 from cortiq_fcd.display.curve import line_chart, sparkline, squeeze
+from cortiq_fcd.display.inspect_view import recorded_facts, show_inspection
 from cortiq_fcd.display.page import report_page
 from cortiq_fcd.display.report_rows import time_rows
-from cortiq_fcd.display.report_view import show_record, show_report
-from cortiq_fcd.stages.report import KlInfo, PplInfo
+from cortiq_fcd.display.report_view import marked, show_record, show_report
+from cortiq_fcd.display.results import result_console
+from cortiq_fcd.io.reader import open_model
+from cortiq_fcd.stages.inspection import inspect_model
+from cortiq_fcd.stages.report import Continuation, KlInfo, PplInfo
 from tests.reports import IDENTITY, REJECTED_GATE, SKIPPED_GATE, sample_report
+from tests.tiny_model import write_tiny_model
 
 
 def shown(width: int = 80, **changes: Any) -> str:
@@ -63,6 +69,80 @@ def test_polished() -> None:
     assert "█" in text
     assert "[ and then she went away]" in text
     assert "Where time went" in text
+
+
+def test_what_to_do_next_and_what_noise_is() -> None:
+    for text in (" ".join(shown(200).split()), " ".join(report_page(sample_report()).split())):
+        assert "cortiq-fcd export" in text
+        assert "ingle steps are noisy, as each sees other text" in text
+    identity = " ".join(shown(200, **IDENTITY | {"gate": REJECTED_GATE}).split())
+    assert "to try next: more --steps, a larger --lr, or a wider --o1-window (docs/choosing.md)." in identity
+
+
+def test_prompts_begin_with_a_whole_word() -> None:
+    assert figures.prompt_end("ding to the\nhouse ") == "... to the house"
+    assert figures.prompt_end(" according to") == "... according to"
+    assert figures.prompt_end("一个没有空格的句子") == "... 一个没有空格的句子"
+    assert figures.prompt_end("word ") == "... word"
+    assert figures.prompt_end("") == "... "
+    gate = sample_report().gate
+    assert gate.texts is not None
+    prompts = [text.model_copy(update={"prompt": "ding to the house"}) for text in gate.texts.prompts]
+    cut = gate.model_copy(update={"texts": gate.texts.model_copy(update={"prompts": prompts})})
+    for text in (shown(200, gate=cut), report_page(sample_report(gate=cut))):
+        assert "... to the house" in text
+        assert "ding" not in text.replace("Reading", "").replace("padding", "")
+    assert marked(Continuation(text=" and then", repeats=[(0, 4)])).plain == "[ and] then"
+    assert marked(Continuation(text=" and then", repeats=[])).plain == "and then"
+
+
+def test_what_took_next_to_nothing_is_told_together() -> None:
+    timing = {
+        "prepare": 0.1,
+        "replica": 0.2,
+        "polish": 99.0,
+        "polish.a": 98.0,
+        "polish.b": 0.4,
+        "gate": 0.7,
+        "gate.x": 0.7,
+    }
+    rows = [(row.name, row.depth) for row in time_rows(timing)]
+    assert rows == [("polish", 0), ("a", 1), ("other", 1), ("other", 0)]
+    assert time_rows(timing)[-1].seconds == pytest.approx(1.0)
+    assert time_rows({"a": 0.0}) != []
+
+
+@pytest.mark.parametrize("command", ["report", "inspect"])
+def test_a_table_in_a_pipe_has_no_trailing_blanks(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console = result_console()
+    if command == "report":
+        show_report(sample_report(), console)
+    else:
+        file = write_tiny_model(tmp_path / "in.cmf")
+        with open_model(file) as model:
+            show_inspection(inspect_model(model, file), console)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 20
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
+def test_a_record_is_told_in_short() -> None:
+    record = {"outcome": "polished", "best_step": 40, "steps": 60, "ppl_start": 41.04, "converted_layers": [0, 1, 2, 5],
+              "gate": {"baseline": [0.1] * 50}, "corpus": {"train": "a" * 64}}  # fmt: skip
+    rows = dict(recorded_facts({"layers": "all"}, record))
+    assert rows["polish"] == "polished"
+    assert rows["  layers"] == "0-2, 5"
+    assert rows["  before, quick windows"] == "41.04"
+    assert "baseline" not in str(rows)
+    for hostile in (
+        "x" * 10**6,
+        ["y"] * 10**5,
+        3,
+        {"steps": {"a": [[]] * 999}, "converted_layers": [2**70, -1] * 9999},
+    ):
+        assert len(str(recorded_facts(None, hostile))) < 2000
 
 
 def test_gate_skipped_says_why() -> None:
@@ -149,7 +229,9 @@ def test_a_chart_library_that_fails_takes_nothing_down(monkeypatch: pytest.Monke
 def test_figures() -> None:
     assert figures.perplexity(None) == "-"
     assert figures.perplexity(20.163) == "20.16"
-    assert figures.perplexity(123456.0) == "1.235e+05"
+    assert figures.perplexity(123456.4) == "123,456"
+    assert figures.perplexity(1234.56) == "1,234.6"
+    assert figures.perplexity(1.5e12) == "1.5e+12"
     assert figures.change(40.0, 36.0) == "-10.0 %"
     assert figures.change(None, 36.0) == "-"
     assert figures.change(36.0, 36.0) == "same"

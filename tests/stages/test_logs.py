@@ -91,6 +91,7 @@ def test_tensorboard(folder: Path) -> None:
 
 def test_a_log_that_fails_is_a_warning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.setattr("cortiq_fcd.stages.places.check_logs", lambda _: None)  # it goes wrong only later
     (folder / "notes.txt").write_text("dear diary")
     report = run(folder, output_log_jsonl=folder / "notes.txt", output_tensorboard=folder / "board")
     assert report.steps_run == 3
@@ -99,6 +100,33 @@ def test_a_log_that_fails_is_a_warning(folder: Path, monkeypatch: pytest.MonkeyP
     assert len(told) == 2
     assert "holds something else than a log of steps" in told[0]
     assert "pip install 'cortiq-fcd[tensorboard]'" in told[1]
+
+
+@pytest.mark.parametrize(
+    ("field", "name", "words"),
+    [
+        ("output_log_jsonl", "none/log.jsonl", "there is no folder"),
+        ("output_log_jsonl", ".", "not a regular file"),
+        ("output_log_jsonl", "notes.txt", "something else than a log"),
+        ("output_log_jsonl", "notes.txt/log.jsonl", "there is no folder"),
+        ("output_log_jsonl", "loop", "regular file|symbolic links"),
+        ("output_log_jsonl", "/proc/version", "something else than a log"),
+        ("output_tensorboard", "notes.txt", "is not a folder"),
+        ("output_tensorboard", "notes.txt/board", "is not a folder"),
+        ("output_tensorboard", "loop/board", "is not a folder"),
+    ],
+)
+def test_a_log_that_could_never_be_kept_is_refused_at_the_start(
+    folder: Path, field: str, name: str, words: str
+) -> None:
+    (folder / "notes.txt").write_text("dear diary")
+    (folder / "loop").symlink_to(folder / "loop")
+    before = sorted(folder.iterdir())
+    with pytest.raises(ConfigError, match=words) as caught:
+        run(folder, **{field: folder / name})
+    assert caught.value.message.startswith(("--log-jsonl ", "--tensorboard "))
+    assert caught.value.hint
+    assert sorted(folder.iterdir()) == before
 
 
 @pytest.mark.parametrize("name", ["in.cmf", "out.cmf", "out.cmf.report.json", "train.txt", "out.cmf.partial/log"])

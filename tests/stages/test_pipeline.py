@@ -214,7 +214,7 @@ def test_a_second_look_at_out_gives_the_same_figures(done: Done) -> None:
 def test_events_tell_the_run_in_order(done: Done) -> None:
     events, report = done.events, done.report
     stages = [(e.stage, e.seconds is not None) for e in events if isinstance(e, StageEvent)]
-    order = ["dequantize", "replica", "gate", "evaluate", "polish", "evaluate", "provenance"]
+    order = ["prepare", "dequantize", "replica", "gate", "evaluate", "polish", "evaluate", "provenance"]
     assert stages == [(name, ended) for name in order for ended in (False, True)]
     steps = [e for e in events if isinstance(e, StepEvent)]
     assert [(e.step, e.ce, e.kl, e.grad_norm, e.seconds) for e in steps] == [

@@ -163,7 +163,7 @@ def _texts(gate: GateInfo) -> Iterator[tuple[str, list[Said], bool]]:
             for name, kind, text, scores in columns
             if text is not None
         ]
-        yield prompt.prompt, said, number < PROMPTS_OPEN
+        yield figures.prompt_end(prompt.prompt), said, number < PROMPTS_OPEN
 
 
 def _pieces(said: Continuation) -> list[tuple[str, bool]]:
@@ -205,6 +205,6 @@ def _hashes(report: Report) -> list[tuple[str, str]]:
             ("validation text, SHA-256", corpus.val_sha256),
         ]
     name = "text, SHA-256 (training and validation)"
-    if corpus.source.endswith(f"its last {corpus.val_tokens} tokens"):
+    if "; val: its last " in corpus.source:
         name = "text, SHA-256 (validation is its last tenth, never trained on)"
     return [*rows, (name, corpus.train_sha256)]
