@@ -45,7 +45,7 @@ def test_the_exit_codes_are_the_programs() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_flag_that_is_mentioned_exists(page: Path) -> None:
-    known = command_options.flags() | {"--help"} | OF_TORCHRUN
+    known = command_options.flags() | {"--help", "--install-completion"} | OF_TORCHRUN
     text = "\n".join(line for line in page.read_text("utf-8").splitlines() if not line.startswith("Not done yet"))
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= known
 
@@ -60,6 +60,16 @@ def test_every_make_target_exists() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"^make (\w+)", README, re.MULTILINE):
         assert f"\n{target}:" in makefile
+
+
+def test_the_demo_installs_nothing_that_only_tests_need() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    rules = dict(re.findall(r"^(\S+):[^\n]*?(\S+)$", makefile, re.MULTILINE))
+    assert rules["demo"] == "$(VENV)/installed"
+    assert {rules[name] for name in ("test", "lint")} == {"$(VENV)/developing"}
+    recipe = makefile.split("\n$(VENV)/installed:")[1].split("\n\n")[0]
+    assert "pip install" in recipe
+    assert "[dev]" not in recipe
 
 
 def test_the_library_example_runs(

@@ -68,7 +68,7 @@ def test_plain_lines() -> None:
     lines = lines_of("plain")
     steps = [line for line in lines if "step " in line and "eval" not in line and "gate" not in line]
     assert 2 <= len(steps) < 40, "one step line a second at most, and the last"
-    assert "step 40/40: ce 3.2, kl 0.00125, gradient norm 1.2, 2048 tokens/s" in steps[-1]
+    assert "step 40/40: ce 3.2, kl 0.00125, gradient norm 1.2, 2,048 tokens/s" in steps[-1]
     assert any("eval step 0: val perplexity 21.00 (exact attention 19.16, start 21.00" in line for line in lines)
     assert sum("eval step" in line for line in lines) == 3
     assert any("gate step 20: failed, loop scores 0.05 0.40 0.00" in line for line in lines)

@@ -68,7 +68,7 @@ def test_the_cheapest_layers_are_converted_and_the_report_tells_why(folder: Path
     assert {cost.layer: cost.kl for cost in report.o1.costs} == pytest.approx(costs, rel=1e-4)
     assert "choose" in report.timing
     stages = [event.stage for event in events if isinstance(event, StageEvent) and event.seconds is None]
-    assert stages[:4] == ["dequantize", "choose", "dequantize", "replica"]
+    assert stages[:5] == ["dequantize", "choose", "prepare", "dequantize", "replica"]
     with open_model(folder / "out.cmf") as model:
         assert model.header["provenance"]["o1_attn"]["layers"] == cheapest
     assert Report.read(folder / "out.cmf.report.json") == report
