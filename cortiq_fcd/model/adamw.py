@@ -10,7 +10,9 @@ Source: Loshchilov and Hutter 2019 (arXiv 1711.05101); eps as in the common libr
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +33,19 @@ class Moments:
     second: Tensor
     steps: int = 0
 
+    def pieces(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        """Both moments, to be updated in place."""
+        yield self.first, self.second
+
+
+class AnyMoments(Protocol):
+    """Moments, wherever they are."""
+
+    steps: int
+
+    def pieces(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pieces of both moments on a device, from the first element to the last, to be updated in place."""
+
 
 def new_moments(parameters: Tensor) -> Moments:
     """Zero moments for flat parameters [P]."""
@@ -42,7 +57,7 @@ def gradient_norm(gradient: Tensor) -> float:
     return math.sqrt(sum(torch.dot(part, part).item() for part in torch.split(gradient, SLICE)))
 
 
-def adamw_step(parameters: Tensor, gradient: Tensor, moments: Moments, lr: float, norm: float) -> None:
+def adamw_step(parameters: Tensor, gradient: Tensor, moments: AnyMoments, lr: float, norm: float) -> None:
     """Update parameters [P] and moments in place from gradient [P], whose norm (before clipping) is `norm`."""
     moments.steps += 1
     clip = 1 / (norm + 1e-6) if norm > MAX_NORM else 1.0
@@ -50,9 +65,16 @@ def adamw_step(parameters: Tensor, gradient: Tensor, moments: Moments, lr: float
     root_correction = math.sqrt(1 - BETA2**moments.steps)
     step_size = lr * root_correction / (1 - BETA1**moments.steps)
     room = torch.empty_like(parameters[:SLICE])
-    slices = (torch.split(t, SLICE) for t in (parameters, gradient, moments.first, moments.second))
-    for p, g, first, second in zip(*slices, strict=True):
+    for p, g, first, second in _slices(parameters, gradient, moments):
         first.mul_(BETA1).add_(g, alpha=(1 - BETA1) * clip)
         second.mul_(BETA2).addcmul_(g, g, value=(1 - BETA2) * clip**2)
         denominator = torch.sqrt(second, out=room[: len(p)]).add_(EPS * root_correction)
         p.mul_(1 - lr * WEIGHT_DECAY).addcdiv_(first, denominator, value=-step_size)
+
+
+def _slices(parameters: Tensor, gradient: Tensor, moments: AnyMoments) -> Iterator[tuple[Tensor, ...]]:
+    at = 0
+    for first, second in moments.pieces(parameters.device):
+        piece = slice(at, at := at + len(first))
+        whole = (parameters[piece], gradient[piece], first, second)
+        yield from zip(*(torch.split(t, SLICE) for t in whole), strict=True)

@@ -6,6 +6,7 @@ from cortiq_fcd.model.adamw import Moments, adamw_step, gradient_norm, new_momen
 from cortiq_fcd.model.gradient_sum import BUCKET_ELEMENTS, GradientSum
 from cortiq_fcd.model.ranks import ALONE, Ranks
 from cortiq_fcd.model.replica import Replica
+from cortiq_fcd.model.stored_moments import StoredMoments
 
 
 class Optimizer:
@@ -15,7 +16,7 @@ class Optimizer:
         self,
         replica: Replica,
         ranks: Ranks = ALONE,
-        moments: Moments | None = None,
+        moments: Moments | StoredMoments | None = None,
         *,
         bucket_elements: int = BUCKET_ELEMENTS,
     ) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from cortiq_fcd.errors import ResourceError
 from cortiq_fcd.kernels.ce_kl import CHUNK_BYTES, COPIES
+from cortiq_fcd.model.stored_moments import BUFFER_BYTES
 from cortiq_fcd.model.windows import FINAL_ROUNDS
 from cortiq_fcd.stages.capacity import available_bytes, peak_resident_bytes, resident_bytes, trim
 from cortiq_fcd.stages.durations import Time
@@ -114,6 +115,7 @@ def add_up(sizes: Sizes, costs: Costs, savings: Savings) -> Memory:
     overlaps = 0 < train.eval_every < train.steps or train.steps > 25
     copy, best = (0, 0) if savings.on_disk else (3 * weights, weights)
     at_work = activations + copy if overlaps else max(activations, copy)
+    moments = 2 * weights
     needed = Memory(
         process=costs.in_use + WORKSPACE_BYTES,
         frozen=frozen,
@@ -121,7 +123,7 @@ def add_up(sizes: Sizes, costs: Costs, savings: Savings) -> Memory:
         buffers=buffers,
         masters=weights,
         gradient=weights,
-        moments=2 * weights,
+        moments=min(moments, BUFFER_BYTES) if savings.moments_on_disk else moments,
         best=best,
         activations=activations,
         logits=min(CHUNK_BYTES, train.batch * train.seq * sizes.plan.vocab_size * WORD_BYTES * COPIES),
@@ -149,10 +151,11 @@ class Disk:
     free: int
 
 
-def disk(sizes: Sizes, out: Path, out_bytes: int) -> Disk:
+def disk(sizes: Sizes, savings: Savings, out: Path, out_bytes: int) -> Disk:
     """Where OUT goes. Raises OSError when the system doesn't tell."""
     free = shutil.disk_usage(out.absolute().parent).free
-    return Disk(out_bytes, GENERATIONS * VECTORS * sizes.trained * WORD_BYTES, free)
+    vectors = GENERATIONS * VECTORS + 2 * savings.on_disk + 2 * savings.moments_on_disk  # a new best beside the old one
+    return Disk(out_bytes, vectors * sizes.trained * WORD_BYTES, free)
 
 
 @dataclass(frozen=True)

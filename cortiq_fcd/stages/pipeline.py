@@ -25,6 +25,7 @@ from cortiq_fcd.stages import choose, dequantize, estimate, evaluate, gate, poli
 from cortiq_fcd.stages.artefacts import Before, Comparison, Figures, Gate, Stored, Trained
 from cortiq_fcd.stages.best import BestOnDisk
 from cortiq_fcd.stages.checkpoint import Checkpoint
+from cortiq_fcd.stages.checkpoint_folder import MOMENTS
 from cortiq_fcd.stages.config import PolishConfig
 from cortiq_fcd.stages.durations import duration, what_is_tried
 from cortiq_fcd.stages.estimate import Forecast
@@ -88,7 +89,7 @@ def run(
 @contextlib.contextmanager
 def _writing(job: Job, out: Path, config: PolishConfig, progress: Progress) -> Iterator[None]:
     """The places that only one process may write in, held and open inside the block."""
-    room = estimate.disk(job.sizes, out, job.out_bytes)
+    room = estimate.disk(job.sizes, job.savings, out, job.out_bytes)
     if room.free < room.out + room.checkpoints:
         sizes = f"OUT needs {room.out:,} bytes, checkpoints up to {room.checkpoints:,}, and {room.free:,} are free"
         progress.warn(f"{sizes}: some checkpoints may be missing")
@@ -141,7 +142,7 @@ def forecast(
         resumes_after_step=resumes_after,
         memory=job.memory,
         savings=describe(job.savings, job.plan, job.teacher_plan, job.conversion),
-        disk=estimate.disk(job.sizes, out, job.out_bytes),
+        disk=estimate.disk(job.sizes, job.savings, out, job.out_bytes),
         time=time,
         fits=fits,
         warnings=progress.notes,
@@ -287,7 +288,7 @@ def _train(
 ) -> Trained:
     """The training loop; the network's masters end as the chosen state. Raises where nothing may be written."""
     minutes = config.output.checkpoint_minutes
-    on_disk = job.savings.on_disk
+    on_disk, folder = job.savings.on_disk, job.checkpoints.folder
     keeper = CheckpointKeeper(job.checkpoints, before, minutes, interruption, progress.warn, ranks, copies=not on_disk)
     went_on = f"after step {checkpoint.state.record.step} of " if checkpoint else ""
     with progress.stage("polish", f"{went_on}{config.train.steps} steps"), interruption.patience():
@@ -303,7 +304,8 @@ def _train(
                 keeper=keeper,
                 resumed=checkpoint.state if checkpoint else None,
                 ranks=ranks,
-                best=BestOnDisk(job.checkpoints.folder) if on_disk else None,
+                best=BestOnDisk(folder) if on_disk else None,
+                moments_file=folder / MOMENTS if job.savings.moments_on_disk else None,
             )
         except LostRankError:
             keeper.finish()  # what is being written is whole before this process ends

@@ -10,15 +10,18 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from cortiq_fcd.events import EvalEvent, GateEvent, Listener, StepEvent, WarningEvent
-from cortiq_fcd.model.adamw import SLICE, Moments
+from cortiq_fcd.model.adamw import SLICE, Moments, new_moments
 from cortiq_fcd.model.optimizer import Optimizer
 from cortiq_fcd.model.perplexity import window_perplexity
 from cortiq_fcd.model.ranks import ALONE, Ranks, share
 from cortiq_fcd.model.replica import Replica, loss_and_gradient, reset_masters
+from cortiq_fcd.model.stored_moments import StoredMoments, zeros
 from cortiq_fcd.model.windows import QUICK_ROUNDS, Ids, SplitMix64, training_offsets, windows
 from cortiq_fcd.stages.artefacts import (
     Evaluation,
@@ -52,13 +55,15 @@ def run(
     resumed: TrainingState | None = None,
     ranks: Ranks = ALONE,
     best: Best | None = None,
+    moments_file: Path | None = None,
 ) -> Trained:
     """Train the replica's masters; they end as the best state. `gate` null: perplexity alone chooses.
 
     `resumed`: go on from there, as if there had been no break. `ranks`: the windows of a step, and of validations, are
-    divided among them. `best`: where the best state is kept, by default in memory. Errors of the keeper come through.
+    divided among them. `best`: where the best state is kept, by default in memory; `moments_file`: where the moments of
+    the optimizer are, null: in memory. Errors of the keeper come through.
     """
-    optimizer = Optimizer(replica, ranks, _moments(replica, resumed))
+    optimizer = Optimizer(replica, ranks, _moments(replica, resumed, moments_file))
     loop = _Loop(config, replica, optimizer, val, gate, listener, judge_every_checkpoint, best or BestInMemory())
     generator = SplitMix64(config.seed)
     if resumed is None:
@@ -80,10 +85,16 @@ def run(
     return loop.finish()
 
 
-def _moments(replica: Replica, resumed: TrainingState | None) -> Moments | None:
-    if resumed is None:
-        return None
+def _moments(replica: Replica, resumed: TrainingState | None, file: Path | None) -> Moments | StoredMoments:
     flat = replica.masters.flat
+    if file is not None:
+        if resumed is None:
+            return StoredMoments(file, zeros(len(flat)), zeros(len(flat)))
+        assert not isinstance(resumed.first, Tensor)
+        assert not isinstance(resumed.second, Tensor)
+        return StoredMoments(file, resumed.first, resumed.second, resumed.record.updates)
+    if resumed is None:
+        return new_moments(flat)
     first, second = (read_vector(vector, torch.empty_like(flat)) for vector in (resumed.first, resumed.second))
     return Moments(first, second, resumed.record.updates)
 

@@ -17,13 +17,15 @@ _KINDS: tuple[Kind, Kind] = ("mixer", "ffn")
 @dataclass(frozen=True)
 class Savings:
     """Parts of layers that are read from the file at every visit, of the model and of a teacher file; layers whose
-    activations are computed again; and whether the best state is on disk and checkpoints are written without a copy.
+    activations are computed again; whether the best state is on disk and checkpoints are written without a copy; and
+    whether the optimizer's moments are on disk as well.
     """
 
     streamed: frozenset[Part] = frozenset()
     teacher_streamed: frozenset[Part] = frozenset()
     recomputed: frozenset[int] = frozenset()
     on_disk: bool = False
+    moments_on_disk: bool = False
 
 
 def unused_parts(conversion: Conversion, teacher: ModelPlan | None) -> frozenset[Part]:
@@ -55,6 +57,8 @@ def ladder(plan: ModelPlan, teacher: ModelPlan | None, conversion: Conversion) -
         if i != max(conversion.layers):
             taken = replace(taken, recomputed=taken.recomputed | {i})
             yield taken
+    # Last, because it writes to the disk in every step.
+    yield replace(taken, moments_on_disk=True)
 
 
 def part_bytes(plan: ModelPlan, part: Part) -> int:
@@ -98,7 +102,7 @@ def describe(savings: Savings, plan: ModelPlan, teacher: ModelPlan | None, conve
     kept = len(list(_with_activations(plan, conversion)))
     told.append(f"{len(savings.recomputed)} of {kept} layers recomputed")
     if savings.on_disk:
-        told.append("best state on disk")
+        told.append("best state and optimizer moments on disk" if savings.moments_on_disk else "best state on disk")
     return ", ".join(told)
 
 

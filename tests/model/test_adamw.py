@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from cortiq_fcd.model import stored_moments
 from cortiq_fcd.model.adamw import SLICE, Moments, adamw_step, gradient_norm, new_moments
+from cortiq_fcd.model.stored_moments import StoredMoments, zeros
 from tests.oracles.adamw import adamw
 from tests.oracles.compare import assert_no_worse_than, worst_error
 
@@ -99,3 +104,17 @@ def test_the_gradient_is_left_alone() -> None:
     gradient = torch.full((5,), 3.0)
     adamw_step(torch.zeros(5), gradient, new_moments(gradient), 1e-3, gradient_norm(gradient))
     assert torch.equal(gradient, torch.full((5,), 3.0))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_moments_in_a_file_give_the_same_bits(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_moments, "PIECE", SLICE)
+    start, gradients = problem(size, torch.float32)
+    want, norms, in_memory = ours(start, gradients, 3e-3)
+    got, on_disk = start.clone(), StoredMoments(tmp_path / "moments", zeros(size), zeros(size))
+    for gradient, norm in zip(gradients, norms, strict=True):
+        adamw_step(got, gradient, on_disk, 3e-3, norm)
+    assert torch.equal(got, want)
+    assert on_disk.steps == in_memory.steps
+    for stored, moment in ((on_disk.first, in_memory.first), (on_disk.second, in_memory.second)):
+        assert np.concatenate([piece.copy() for piece in stored.pieces()]).tobytes() == moment.numpy().tobytes()

@@ -17,8 +17,10 @@ import torch
 from cortiq_fcd.errors import ResourceError
 from cortiq_fcd.events import Event, StageEvent, StepEvent, ignore
 from cortiq_fcd.io.layout import DType
+from cortiq_fcd.model.adamw import adamw_step
 from cortiq_fcd.model.conversion import Conversion
 from cortiq_fcd.model.plan import ModelPlan
+from cortiq_fcd.model.stored_moments import BUFFER_BYTES, StoredMoments, zeros
 from cortiq_fcd.stages import best, estimate, pipeline, prepare
 from cortiq_fcd.stages.config import TrainConfig
 from cortiq_fcd.stages.estimate import Memory
@@ -155,6 +157,14 @@ def test_a_best_state_that_was_changed_on_disk_is_not_used(tmp_path: Path) -> No
         _ = kept.vector
 
 
+def test_moments_that_can_no_longer_be_read_end_the_run(tmp_path: Path) -> None:
+    moments = StoredMoments(tmp_path / "moments.safetensors", zeros(5), zeros(5))
+    (tmp_path / "moments.safetensors").write_bytes(b"")
+    with pytest.raises(ResourceError, match="became shorter") as caught:
+        adamw_step(torch.zeros(5), torch.ones(5), moments, 0.1, 1.0)
+    assert "goes on from the last checkpoint" in caught.value.hint
+
+
 # What is chosen
 
 
@@ -174,6 +184,7 @@ def test_every_rung_needs_less_time_to_memory(layers: tuple[int, ...], separate:
     needed = [estimate.add_up(own, costs, savings) for savings in rungs]
     assert needed[-1].frozen + needed[-1].teacher < 0.3 * (needed[0].frozen + needed[0].teacher)
     assert needed[-1].activations < needed[0].activations or layers == (3,)
+    assert needed[-1].moments < needed[0].moments or needed[0].moments <= BUFFER_BYTES
     assert needed[-1].buffers > 0 == needed[0].buffers
     used = {i for i, _ in rungs[-1].streamed}
     assert used == set(range(12))
@@ -223,7 +234,7 @@ def test_in_words() -> None:
     words = [describe(savings, own.plan, None, own.conversion) for savings in (rungs[0], rungs[-1])]
     assert words == [
         "0 of 4 layers streamed, 0 of 2 layers recomputed, best state on disk",
-        "4 of 4 layers streamed, 1 of 2 layers recomputed, best state on disk",
+        "4 of 4 layers streamed, 1 of 2 layers recomputed, best state and optimizer moments on disk",
     ]
 
 
