@@ -14,9 +14,9 @@ from cortiq_fcd.stages.report import (
     GateTexts,
     KlInfo,
     LossRecord,
-    MemoryInfo,
     O1Info,
     OutputInfo,
+    PolishMemory,
     PplInfo,
     PromptTexts,
     RecipeInfo,
@@ -121,7 +121,7 @@ def sample_report(**changes: Any) -> Report:
             for i in range(1, 61)
         ],
         "timing": {"dequantize": 0.2, "replica": 0.5, "polish": 50.1, "gate": 8.2, "provenance": 0.3},
-        "memory": MemoryInfo(peak_rss_bytes=700_000_000),
+        "memory": PolishMemory(peak_rss_bytes=700_000_000),
         "warnings": ["text beyond 2000000 bytes was cut off"],
     }
     return Report(**(values | changes))

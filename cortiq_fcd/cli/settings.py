@@ -132,7 +132,7 @@ SETTINGS: tuple[Setting, ...] = (
         str,
         "SIZE",
         MACHINE,
-        "memory to live in, such as 2.4G, 800M or 2GiB, at the cost of time; default: no limit",
+        "memory to live in, such as 2.4G, 800M or 2GiB, at the cost of time; default: what is free",
     ),
     Setting(
         "output.save_dtype",

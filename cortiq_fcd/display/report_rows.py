@@ -141,8 +141,21 @@ def report_facts(report: Report) -> list[tuple[str, str]]:
     if recipe.teacher is not None:
         facts.insert(3, ("teacher", recipe.teacher))
     if (peak := report.memory.peak_rss_bytes) is not None:
-        facts.insert(-3, ("memory", f"peak {figures.size(peak)}"))
+        facts.insert(-3, ("memory", f"peak {figures.size(peak)}{_planned(report)}"))
     return facts
+
+
+def _planned(report: Report) -> str:
+    """The estimate before the first step, the budget, and what was done for it."""
+    plan = report.memory.plan
+    if plan is None:
+        return ""
+    told = ["", f"{figures.size(plan.estimated_bytes)} estimated"]
+    if plan.budget_bytes is not None:
+        told.append(f"budget {figures.size(plan.budget_bytes)}")
+    if plan.best_state == "disk":
+        told.append(f"{plan.layers_streamed} layers streamed")
+    return ", ".join(told)
 
 
 def machine(tool: ToolInfo) -> str:

@@ -87,7 +87,10 @@ class ComputeConfig(_Config):
     )
     threads: int | None = Field(default=None, ge=1, description="CPU threads; default: all the process may use")
     memory_budget: int | None = Field(
-        default=None, ge=1, le=2**62, description="bytes of memory to live in, at the cost of time; default: no limit"
+        default=None,
+        ge=1,
+        le=2**62,
+        description="bytes of memory to live in, at the cost of time; default: what is free",
     )
 
 

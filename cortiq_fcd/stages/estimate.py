@@ -174,9 +174,10 @@ class Forecast:
 
 
 def settle(sizes: Sizes, device: torch.device, budget: int | None, processes: int = 1) -> tuple[Memory, Savings]:
-    """How the run will live within the budget (null: without one), and the memory it needs, which may not be there.
+    """How the run will live within the budget, and the memory it needs. Null: within what there is, saving only if it
+    must; what it needs may still not be there.
 
-    `processes` of it begin on this machine at once, and each counts on its part of what is there.
+    `processes` of it begin on this machine at once, and each counts on its part of what is there; they can't save.
     ResourceError (exit 6) if no savings bring it within the budget, with the smallest that would do.
     """
     check_least(sizes, device)
@@ -184,17 +185,33 @@ def settle(sizes: Sizes, device: torch.device, budget: int | None, processes: in
     if device.type == "cpu" and costs.available is not None:
         costs = replace(costs, available=costs.available // processes)
     if budget is None:
-        savings = no_savings(sizes.conversion, sizes.teacher_plan)
-        return add_up(sizes, costs, savings), savings
+        return _within_the_machine(sizes, costs, may_save=processes == 1)
     for needed, savings in _ladder(sizes, costs):
         if needed.peak <= (usable := _usable(budget)):
-            room = int(HELD * (usable - needed.always - needed.evaluation))
-            return replace(needed, budget=budget, room=max(0, room)), savings
+            return replace(needed, budget=budget, room=_room(needed, usable)), savings
     raise ResourceError(
         f"--memory-budget {_size(budget)} is too small for this polish",
         hint=f"the smallest that works is {_size(_least_budget(sizes, costs))}; fewer layers (--o1) or a smaller"
         " --batch need less",
     )
+
+
+def _within_the_machine(sizes: Sizes, costs: Costs, *, may_save: bool) -> tuple[Memory, Savings]:
+    """No savings if that fits, else the first that do, else those that need the least."""
+    savings = no_savings(sizes.conversion, sizes.teacher_plan)
+    needed = add_up(sizes, costs, savings)
+    if needed.fits or costs.available is None or not may_save:
+        return needed, savings
+    usable = _usable(costs.in_use + costs.available)
+    rungs = list(_ladder(sizes, costs))
+    for needed, savings in rungs:
+        if needed.ahead <= usable:
+            return replace(needed, room=_room(needed, usable)), savings
+    return min(rungs, key=lambda rung: rung[0].ahead)
+
+
+def _room(needed: Memory, usable: int) -> int:
+    return max(0, int(HELD * (usable - needed.always - needed.evaluation)))
 
 
 def _ladder(sizes: Sizes, costs: Costs) -> Iterator[tuple[Memory, Savings]]:
@@ -223,11 +240,12 @@ def check_fits(sizes: Sizes, device: torch.device, needed: Memory) -> None:
     """ResourceError (exit 6) if the run needs more memory than there is, with what would fit."""
     if needed.fits:
         return
+    least = ", even with layers streamed from the file" if needed.buffers else ""
     where = "the machine or its cgroup" if device.type == "cpu" else str(device)
     raise ResourceError(
-        f"this polish needs about {needed.ahead:,} bytes of memory, {needed.in_use:,} of them in use already, and only "
-        f"{needed.available:,} more are available on {where}",
-        hint=what_fits(sizes, device, needed),
+        f"this polish needs about {needed.ahead:,} bytes of memory{least}, {needed.in_use:,} of them in use already,"
+        f" and only {needed.available:,} more are available on {where}",
+        hint=what_fits(sizes, device),
     )
 
 
@@ -248,9 +266,8 @@ def check_least(sizes: Sizes, device: torch.device) -> None:
         )
 
 
-def what_fits(sizes: Sizes, device: torch.device, needed: Memory) -> str:
-    """A memory budget, smaller batches and fewer layers that would fit, alone or together."""
-    budget = _fitting_budget(sizes, device, needed)
+def what_fits(sizes: Sizes, device: torch.device) -> str:
+    """Smaller batches and fewer layers that would fit, alone or together."""
     layers, batch = sizes.conversion.layers, sizes.train.batch
     batches = [batch >> k for k in range(1, batch.bit_length())]
     depths = [len(layers) >> k for k in range(1, len(layers).bit_length())]
@@ -261,22 +278,20 @@ def what_fits(sizes: Sizes, device: torch.device, needed: Memory) -> str:
         tries.append((f"--o1 {_deepest(layers, depth)}", _smaller(sizes, batch, depth)))
     for depth in depths:
         tries.append((f"--o1 {_deepest(layers, depth)} --batch 1", _smaller(sizes, 1, depth)))
-    fitting = [flags for flags, other in tries if memory(other, device).fits]
+    fitting = [flags for flags, other in tries if _fits(other, device)]
     alone = [
         next((f for f in fitting if f.startswith(kind) and f.count("--") == 1), None) for kind in ("--batch", "--o1")
     ]
-    found = [flags for flags in (budget, *alone) if flags] or fitting[:1]
+    found = [flags for flags in alone if flags] or fitting[:1]
     if not found:
         return "not even one layer with --batch 1 would fit; try a smaller --seq, or a machine with more memory"
     return f"this would fit: {' or '.join(found)}"
 
 
-def _fitting_budget(sizes: Sizes, device: torch.device, needed: Memory) -> str | None:
-    """The flag for a budget of all that there is, if some savings live within that."""
-    if needed.available is None or needed.budget is not None:
-        return None
-    there = (needed.in_use + needed.available) // STEP_BYTES * STEP_BYTES
-    return f"--memory-budget {_size(there)}" if _least_budget(sizes, measure(sizes, device)) <= there else None
+def _fits(sizes: Sizes, device: torch.device) -> bool:
+    """Whether such a run would fit, with savings if it must."""
+    needed, _ = _within_the_machine(sizes, measure(sizes, device), may_save=True)
+    return needed.fits
 
 
 def _smaller(sizes: Sizes, batch: int, depth: int) -> Sizes:

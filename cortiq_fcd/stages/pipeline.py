@@ -36,9 +36,9 @@ from cortiq_fcd.stages.logs import open_logs
 from cortiq_fcd.stages.machine import choose_device, memory_info, tool_info
 from cortiq_fcd.stages.prepare import Job, is_own, prepare
 from cortiq_fcd.stages.progress import Progress
-from cortiq_fcd.stages.report import LayerCost, Report
+from cortiq_fcd.stages.report import LayerCost, MemoryPlan, PolishMemory, Report
 from cortiq_fcd.stages.resume import find_checkpoint
-from cortiq_fcd.stages.savings import describe
+from cortiq_fcd.stages.savings import describe, layers_streamed
 from cortiq_fcd.stages.sentence import is_worse, sentence
 
 _DIVERGED = f"training diverged: {polish.MAX_SKIPPED_IN_A_ROW} steps in a row could not be used"
@@ -135,7 +135,7 @@ def forecast(
     resumes_after = _resumes_after(job, config)
     with progress.stage("estimate", f"measuring {what_is_tried(job.sizes.train)} on a few layers"):
         time = duration(job.sizes, device)
-        fits = "" if job.memory.fits else estimate.what_fits(job.sizes, device, job.memory)
+        fits = "" if job.memory.fits else estimate.what_fits(job.sizes, device)
     return Forecast(
         layers=list(job.conversion.layers),
         trainable_params=job.sizes.trained,
@@ -222,7 +222,7 @@ def _polish(
     if trained.diverged:
         progress.warn("training diverged: the last steps could not be used")
     progress.warn(*_unmeasured(final))
-    memory = memory_info(device)
+    memory = PolishMemory(**memory_info(device).model_dump(), plan=_memory_plan(job))
     report = provenance.build_report(story, model, out, written, progress.timing, memory, progress.notes)
     if is_worse(report):
         progress.warn("the written weights are worse than the conversion on the positions that count")
@@ -251,10 +251,23 @@ def _load(
         if teacher_model is not None and job.teacher_plan is not None:
             teacher = dequantize.run(teacher_model, job.teacher_plan, device, savings.teacher_streamed, room)
     detail = f"{len(conversion.converted)} of {len(plan.layers)} layers converted"
-    if job.memory.budget is not None:
+    if job.savings.on_disk:
         detail += f"; {describe(savings, plan, job.teacher_plan, conversion)}"
     with progress.stage("replica", detail):
         return replica.run(conversion, weights, teacher, ranks, savings.recomputed)
+
+
+def _memory_plan(job: Job) -> MemoryPlan:
+    savings, teacher = job.savings, job.teacher_plan
+    return MemoryPlan(
+        budget_bytes=job.memory.budget,
+        estimated_bytes=job.memory.peak,
+        layers_streamed=layers_streamed(savings, job.conversion, teacher),
+        teacher_layers_streamed=None if teacher is None else len({i for i, _ in savings.teacher_streamed}),
+        layers_recomputed=len(savings.recomputed),
+        best_state="disk" if savings.on_disk else "memory",
+        moments="disk" if savings.moments_on_disk else "memory",
+    )
 
 
 def _measure_before(job: Job, network: Replica, config: PolishConfig, progress: Progress, ranks: Ranks) -> Before:

@@ -24,7 +24,7 @@ from cortiq_fcd.stages.estimate import Memory, settle
 from cortiq_fcd.stages.identity import Stamp, check_agreement, contents, run_identity, stamp
 from cortiq_fcd.stages.places import check_places, read_by
 from cortiq_fcd.stages.progress import Progress
-from cortiq_fcd.stages.savings import Savings
+from cortiq_fcd.stages.savings import Savings, describe
 from cortiq_fcd.stages.teacher import check_teacher
 from cortiq_fcd.stages.works import Sizes
 
@@ -108,6 +108,9 @@ def prepare(
     )
     capacity.trim()  # reading a text leaves much freed memory behind
     memory, savings = settle(sizes, device, config.compute.memory_budget, ranks.local_world)
+    if savings.on_disk and config.compute.memory_budget is None and memory.fits:
+        told = describe(savings, plan, teacher_plan, conversion)
+        progress.warn(f"memory is too small to hold everything, which takes time: {told}")
     return Job(
         plan,
         teacher_plan,

@@ -114,7 +114,7 @@ def build_report(
     out: Path,
     written: WrittenFile,
     timing: dict[str, float],
-    memory: records.MemoryInfo,
+    memory: records.PolishMemory,
     warnings: list[str],
 ) -> records.Report:
     """The JSON report."""

@@ -18,6 +18,7 @@ SCHEMA_ID: Literal["cortiq-fcd-report/1"] = "cortiq-fcd-report/1"
 MOST_NUMBER = 1e305  # no exp(mean NLL) that is counted as finite is larger
 
 Outcome = Literal["polished", "identity"]
+Place = Literal["memory", "disk"]
 GateStatus = Literal["ran", "skipped"]
 
 
@@ -267,6 +268,24 @@ class MemoryInfo(Record):
     peak_device_bytes: int | None = Field(default=None, ge=0, description="peak accelerator memory, bytes; null on CPU")
 
 
+class MemoryPlan(Record):
+    """How a polish was to live in the memory that it had, as planned before its first step."""
+
+    budget_bytes: int | None = Field(ge=0, description="--memory-budget, bytes; null = none was given")
+    estimated_bytes: int = Field(ge=0, description="peak memory as estimated before the first step, bytes")
+    layers_streamed: int = Field(ge=0, description="layers with weights that are read from the file at every visit")
+    teacher_layers_streamed: int | None = Field(ge=0, description="the same of a teacher file; null = there is none")
+    layers_recomputed: int = Field(ge=0, description="layers whose activations are computed again in the backward")
+    best_state: Place = Field(description="where the best state is kept: memory or disk")
+    moments: Place = Field(description="where the moments of the optimizer are: memory or disk")
+
+
+class PolishMemory(MemoryInfo):
+    """Peak memory of a polish, and the plan before it."""
+
+    plan: MemoryPlan | None = Field(default=None, description="the plan; null = an older program, which told none")
+
+
 class Report(Document):
     """What a polish did: OUT.report.json."""
 
@@ -291,7 +310,7 @@ class Report(Document):
     evals: list[EvalRecord] = Field(default=[], description="every validation, step 0 first")
     losses: list[LossRecord] = Field(default=[], description="every step")
     timing: dict[str, float] = Field(default={}, description="seconds of each stage; polish.X: of a phase of polish")
-    memory: MemoryInfo = MemoryInfo()
+    memory: PolishMemory = PolishMemory()
     warnings: list[str] = Field(default=[], description="what a user should know")
 
     @classmethod

@@ -93,10 +93,14 @@ def visits(plan: ModelPlan, teacher: ModelPlan | None, conversion: Conversion, p
     return plan.num_loops * (3 if teaches else 2)
 
 
+def layers_streamed(savings: Savings, conversion: Conversion, teacher: ModelPlan | None) -> int:
+    """How many layers of the model are."""
+    return len({i for i, _ in savings.streamed - unused_parts(conversion, teacher)})
+
+
 def describe(savings: Savings, plan: ModelPlan, teacher: ModelPlan | None, conversion: Conversion) -> str:
     """In words, for a log."""
-    streamed = {i for i, kind in savings.streamed - unused_parts(conversion, teacher)}
-    told = [f"{len(streamed)} of {len(plan.layers)} layers streamed"]
+    told = [f"{layers_streamed(savings, conversion, teacher)} of {len(plan.layers)} layers streamed"]
     if teacher is not None:
         told.append(f"{len({i for i, _ in savings.teacher_streamed})} of {len(teacher.layers)} of the teacher")
     kept = len(list(_with_activations(plan, conversion)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,8 +22,9 @@ from cortiq_fcd.model.plan import ModelPlan
 from cortiq_fcd.model.stored_moments import BUFFER_BYTES, StoredMoments, zeros
 from cortiq_fcd.stages import best, estimate, pipeline, prepare
 from cortiq_fcd.stages.config import TrainConfig
-from cortiq_fcd.stages.estimate import Memory
+from cortiq_fcd.stages.estimate import Costs, Memory
 from cortiq_fcd.stages.interrupt import Interrupted, Interruption
+from cortiq_fcd.stages.report import Report
 from cortiq_fcd.stages.savings import Savings, describe, ladder
 from cortiq_fcd.stages.works import Sizes
 from tests.fixtures import LINEAR, Tiny, tiny_text, tiny_tokenizer
@@ -213,19 +213,29 @@ def test_the_first_rung_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
     assert estimate.settle(own, CPU, 10**7)
 
 
-def test_too_small_a_machine_is_told_of_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_small_a_machine_saves_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     own = sizes((0, 1, 2), Tiny(C=64, F=512, H=8))
     costs = replace(estimate.measure(own, CPU), peak=0, in_use=0, evaluation=0)
     monkeypatch.setattr(estimate, "measure", lambda *_: costs)
     monkeypatch.setattr(estimate, "WORKSPACE_BYTES", 0)
-    monkeypatch.setattr(estimate, "STEP_BYTES", 1000)
-    needed = replace(estimate.memory(own, CPU), available=int(0.8 * estimate.memory(own, CPU).peak))
-    with pytest.raises(ResourceError, match="needs about") as caught:
-        estimate.check_fits(own, CPU, needed)
-    told = re.search(r"--memory-budget ([\d.]+)M or ", caught.value.hint)
-    assert told, caught.value.hint
-    assert estimate.settle(own, CPU, int(float(told[1]) * 1e6))
-    assert "--memory-budget" not in estimate.what_fits(own, CPU, replace(needed, available=1000))
+    full, needed = (
+        estimate.memory(own, CPU),
+        [estimate.add_up(own, costs, savings) for savings in ladder(own.plan, own.teacher_plan, own.conversion)],
+    )
+    has = replace(costs, available=int(0.8 * full.peak))
+    monkeypatch.setattr(estimate, "measure", lambda *_: has)
+    tight, savings = estimate.settle(own, CPU, None)
+    assert (tight.budget, tight.fits, savings.on_disk) == (None, True, True)
+    assert tight.ahead <= has.available
+    estimate.check_fits(own, CPU, tight)
+    _, of_two = estimate.settle(own, CPU, None, 2)
+    assert not of_two.on_disk, "several processes can't save"
+    none = replace(costs, available=min(rung.ahead for rung in needed) - 1)
+    monkeypatch.setattr(estimate, "measure", lambda *_: none)
+    least, _ = estimate.settle(own, CPU, None)
+    with pytest.raises(ResourceError, match="even with layers streamed from the file") as caught:
+        estimate.check_fits(own, CPU, least)
+    assert caught.value.exit_code == 6
 
 
 def test_in_words() -> None:
@@ -260,6 +270,43 @@ def test_the_plan_is_told(tmp_path: Path) -> None:
     polished(furnished(tmp_path, MODELS["plain"]), events.append, compute_memory_budget=ROOMY)
     details = [event.detail for event in events if isinstance(event, StageEvent) and event.stage == "replica"]
     assert "0 of 4 layers streamed, 0 of 4 layers recomputed, best state on disk" in details[0]
+
+
+def test_a_machine_with_too_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes without being asked for, and a warning and the report say how."""
+    folder = furnished(tmp_path, MODELS["plain"])
+    without = polished(folder)
+    plan = Report.read(folder / "out.cmf.report.json").memory.plan
+    assert plan is not None
+    assert (plan.best_state, plan.moments, plan.layers_streamed, plan.budget_bytes) == ("memory", "memory", 0, None)
+    measure = estimate.measure
+
+    def little(sizes: Sizes, device: torch.device) -> Costs:
+        costs = replace(measure(sizes, device), available=10**9)
+        rungs = list(ladder(sizes.plan, sizes.teacher_plan, sizes.conversion))
+        least = min(estimate.add_up(sizes, costs, savings).ahead for savings in rungs)
+        return replace(costs, in_use=costs.in_use, available=int((least + 2000) / (1 - estimate.MARGIN)) - costs.in_use)
+
+    monkeypatch.setattr(estimate, "measure", little)
+    monkeypatch.setattr(estimate, "MARGIN", 0.0)
+    assert polished(folder) == without
+    report = Report.read(folder / "out.cmf.report.json")
+    assert any("memory is too small to hold everything" in warning for warning in report.warnings)
+    plan = report.memory.plan
+    assert plan is not None
+    assert (plan.best_state, plan.budget_bytes) == ("disk", None)
+
+
+def test_the_report_tells_the_plan(rung: dict[str, Any], tmp_path: Path) -> None:
+    folder = furnished(tmp_path, MODELS["plain"])
+    rung.update(at=-1)
+    polished(folder, compute_memory_budget=ROOMY, o1_layers="deep2")
+    plan = Report.read(folder / "out.cmf.report.json").memory.plan
+    assert plan is not None
+    assert (plan.budget_bytes, plan.teacher_layers_streamed) == (ROOMY, None)
+    assert (plan.layers_streamed, plan.layers_recomputed) == (4, 1)
+    assert (plan.best_state, plan.moments) == ("disk", "disk")
+    assert plan.estimated_bytes > 0
 
 
 def test_reading_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

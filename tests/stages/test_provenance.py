@@ -16,7 +16,7 @@ from cortiq_fcd.model.conversion import Conversion
 from cortiq_fcd.stages import provenance
 from cortiq_fcd.stages.artefacts import Comparison, Evaluation, Figures, Gate, Judgement, Step, Stored, Trained
 from cortiq_fcd.stages.config import GateConfig, PolishConfig, TrainConfig
-from cortiq_fcd.stages.report import Continuation, GateTexts, MemoryInfo, PromptTexts, Report, ToolInfo
+from cortiq_fcd.stages.report import Continuation, GateTexts, PolishMemory, PromptTexts, Report, ToolInfo
 from tests.fixtures import Tiny
 from tests.oracles import cmf_reader
 
@@ -74,7 +74,7 @@ def report_of(story: provenance.Story, source: Path) -> Report:
     written = WrittenFile(Path("out.cmf"), 123, "0" * 16, 5, 6)
     with open_model(source) as model:
         return provenance.build_report(
-            story, model, Path("out.cmf"), written, {"polish": 2.0}, MemoryInfo(peak_rss_bytes=9), ["careful"]
+            story, model, Path("out.cmf"), written, {"polish": 2.0}, PolishMemory(peak_rss_bytes=9), ["careful"]
         )
 
 
