@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from cortiq_fcd.cli.paths import check_name, check_source
 from cortiq_fcd.cli.streams import write_json
 from cortiq_fcd.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from cortiq_fcd.display.guard import Guarded
     from cortiq_fcd.stages.config import PolishConfig
+    from cortiq_fcd.stages.readings import EvalReport, GateReport
+
+Found = TypeVar("Found", "EvalReport", "GateReport")
 
 O1_FIELDS = ("o1.layers", "o1.m", "o1.w", "o1.sink")
 COMPUTE_FIELDS = ("compute.device", "compute.precision", "compute.threads")
@@ -36,15 +42,11 @@ def eval_command(
     if windows is not None and not 1 <= windows <= MOST_WINDOWS:
         raise ConfigError(f"--windows {windows}: expected 1 to {MOST_WINDOWS}", hint="one window is enough to try it")
     from cortiq_fcd.display.eval_view import show_eval
-    from cortiq_fcd.display.results import result_console
     from cortiq_fcd.stages import evaluation
 
     with listener:
         found = evaluation.run(file, settings, text, windows, listener, with_sweep=sweep)
-    if as_json:
-        write_json(found.to_json())
-    else:
-        show_eval(found, result_console())
+    _tell(found, show_eval, as_json=as_json)
 
 
 def gate_command(
@@ -55,16 +57,22 @@ def gate_command(
     if before is not None:
         check_source(before)
     from cortiq_fcd.display.gate_view import show_gate
-    from cortiq_fcd.display.results import result_console
     from cortiq_fcd.stages import gating
 
     with listener:
         found = gating.run(file, settings, text, before, listener)
+    _tell(found, show_gate, as_json=as_json)
+    return found.passed is True
+
+
+def _tell(found: Found, show: Callable[[Found, Console], None], *, as_json: bool) -> None:
+    """Print what was found, for programs or for people."""
+    from cortiq_fcd.display.results import result_console
+
     if as_json:
         write_json(found.to_json())
     else:
-        show_gate(found, result_console())
-    return found.passed is True
+        show(found, result_console())
 
 
 def _check(file: Path, text: Path | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+MOST_SHOWN = 4000
 SCORES_SHOWN = 6  # more would not fit into a line
 
 
@@ -98,6 +99,11 @@ def prompt_end(text: str) -> str:
 def printable(text: str) -> str:
     """Text from a file, with everything that could steer a terminal escaped."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def excerpt(text: str) -> str:
+    """The same, and of absurdly long text the beginning: laying it out would take minutes."""
+    return printable(text) if len(text) <= MOST_SHOWN else f"{printable(text[:MOST_SHOWN])}..."
 
 
 def printable_lines(text: str) -> str:

@@ -32,10 +32,10 @@ BAR_COLUMNS = 24
 
 def show_report(report: Report, console: Console) -> None:
     """The whole report, fit for 80 columns."""
-    console.print(Text(figures.printable(sentence(report)), style="bold"))
+    console.print(Text(figures.excerpt(sentence(report)), style="bold"))
     _section(console, "Perplexity (lower is better)", perplexity_table(report))
     _section(console, "Generation gate", gate_table(report.gate))
-    rule = figures.printable(gate_words(report.gate)) + ("; * = chosen" if report.gate.chosen is not None else "")
+    rule = figures.excerpt(gate_words(report.gate)) + ("; * = chosen" if report.gate.chosen is not None else "")
     console.print(Padding(Text(rule, style="dim"), (0, 0, 0, 2)))
     repetition = repetition_table(of_report(report.gate))
     if repetition.row_count:
@@ -46,7 +46,7 @@ def show_report(report: Report, console: Console) -> None:
         _section(console, "Where time went", time_table(time_rows(report.timing), _is_unicode(console)))
     _section(console, "How it was made", facts_table(report_facts(report)))
     for message in report.warnings:
-        console.print(Text(figures.printable(f"! {message}"), style="yellow"))
+        console.print(Text(figures.excerpt(f"! {message}"), style="yellow"))
 
 
 def show_record(record: dict[str, Any], console: Console) -> None:
@@ -87,7 +87,7 @@ def time_table(rows: list[TimeRow], is_unicode: bool) -> Table:
     for row in rows:
         bar = "█" * round(row.share * BAR_COLUMNS) if is_unicode else ""
         style = "dim" if row.depth else ""
-        name = Text("  " * row.depth + figures.printable(row.name), style=style)
+        name = Text("  " * row.depth + figures.excerpt(row.name), style=style)
         table.add_row(name, figures.duration(row.seconds), f"{100 * row.share:.0f} %", Text(bar, style=style or "cyan"))
     return table
 
@@ -98,7 +98,7 @@ def facts_table(facts: list[tuple[str, str]]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts:
-        table.add_row(Text(figures.printable(name)), Text(figures.printable(value)))
+        table.add_row(Text(figures.excerpt(name)), Text(figures.excerpt(value)))
     return table
 
 
@@ -143,7 +143,7 @@ def marked(said: Continuation) -> Text:
 
 
 def _one_line(text: str) -> str:
-    return figures.printable(" ".join(text.split("\n")))
+    return figures.excerpt(" ".join(text.split("\n")))
 
 
 def _curves(report: Report, console: Console) -> None:
