@@ -9,10 +9,14 @@ from functools import partial
 
 import torch
 
+from cortiq_fcd.io.reader import CmfModel
 from cortiq_fcd.model.adamw import adamw_step, gradient_norm, new_moments
+from cortiq_fcd.model.layer_parts import part_numbers, read_part
 from cortiq_fcd.model.windows import FINAL_ROUNDS, QUICK_ROUNDS
 from cortiq_fcd.stages.config import TrainConfig
+from cortiq_fcd.stages.dequantize import Unpacker
 from cortiq_fcd.stages.miniature import seconds
+from cortiq_fcd.stages.savings import Savings, visits
 from cortiq_fcd.stages.works import Sizes, decode, miniatures, validate
 from cortiq_fcd.stages.works import step as step_of
 
@@ -36,13 +40,14 @@ class Time:
     tried: int
 
 
-def duration(sizes: Sizes, device: torch.device) -> Time:
-    """The time of a run, from the time of a few layers."""
+def duration(sizes: Sizes, savings: Savings, model: CmfModel | None, device: torch.device) -> Time:
+    """The time of a run, from the time of a few layers, and of reading one where layers are streamed."""
     train, c = sizes.train, sizes.conversion
     tried = windows_tried(train)
     part, whole = train.model_copy(update={"batch": tried}), train.batch / tried
     of_all = miniatures(sizes, device, blank=False).of_all
     step = whole * of_all(step_of(part, device), seconds) + _optimizer_seconds(sizes, device)
+    step += _reading_seconds(sizes, savings, model, device)
     window_batch = whole * of_all(partial(validate, part), seconds)
     gate = (
         _decode_seconds(sizes, device, sizes.prompts, sizes.prompt_tokens, sizes.new_tokens) if sizes.prompts else 0.0
@@ -70,6 +75,29 @@ def what_is_tried(train: TrainConfig) -> str:
     """What is measured, in words."""
     tried = windows_tried(train)
     return "a step" if tried == train.batch else f"{tried} of the {train.batch} windows of a step"
+
+
+def _reading_seconds(sizes: Sizes, savings: Savings, model: CmfModel | None, device: torch.device) -> float:
+    """What streamed layers add to a step: they are read by one thread, which takes its share of the processors that the
+    step computes on. `model` null: it is not written yet, and none are counted.
+    """
+    if not savings.streamed or model is None:
+        return 0.0
+    plan, teacher = sizes.plan, sizes.teacher_plan
+    tried = max(savings.streamed, key=lambda part: part_numbers(plan, part))
+    buffer, fill = torch.empty(part_numbers(plan, tried), device=device), Unpacker(model)
+    best = math.inf
+    for _ in range(3):  # the first one checks the numbers too, once in a run
+        began = time.perf_counter()
+        read_part(plan, fill, tried, buffer)
+        best = min(best, time.perf_counter() - began)
+    numbers = sum(
+        part_numbers(of, part) * visits(plan, teacher, sizes.conversion, part, own=of is plan)
+        for of, parts in ((plan, savings.streamed), (teacher, savings.teacher_streamed))
+        for part in parts
+        if of is not None
+    )
+    return best / buffer.numel() * numbers / torch.get_num_threads()
 
 
 def _decode_seconds(sizes: Sizes, device: torch.device, batch: int, prompt: int, tokens: int) -> float:

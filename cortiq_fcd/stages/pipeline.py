@@ -134,7 +134,7 @@ def forecast(
         progress.warn(f"{out} exists already: the run needs --force to replace it, or another name")
     resumes_after = _resumes_after(job, config)
     with progress.stage("estimate", f"measuring {what_is_tried(job.sizes.train)} on a few layers"):
-        time = duration(job.sizes, device)
+        time = duration(job.sizes, job.savings, model if isinstance(model, CmfModel) else None, device)
         fits = "" if job.memory.fits else estimate.what_fits(job.sizes, device)
     return Forecast(
         layers=list(job.conversion.layers),

@@ -19,6 +19,7 @@ from cortiq_fcd.stages import capacity, durations, estimate, miniature, pipeline
 from cortiq_fcd.stages.config import TrainConfig
 from cortiq_fcd.stages.miniature import Miniatures, peak_bytes, seconds
 from cortiq_fcd.stages.report import Report
+from cortiq_fcd.stages.savings import no_savings
 from cortiq_fcd.stages.tally import Tally
 from cortiq_fcd.stages.works import Sizes
 from tests.fixtures import LINEAR, Tiny
@@ -88,7 +89,7 @@ def test_a_large_step_is_scaled_up_from_some_of_its_windows(monkeypatch: pytest.
     real = durations.step_of
     monkeypatch.setattr(durations, "step_of", lambda train, device: tried.append(train.batch) or real(train, device))
     large = sizes(batch=6)
-    time = durations.duration(large, torch.device("cpu"))
+    time = durations.duration(large, no_savings(large.conversion, None), None, CPU)
     assert (tried, time.tried, time.windows) == ([2], 2, 6)
     assert durations.what_is_tried(large.train) == "2 of the 6 windows of a step"
     assert durations.windows_tried(large.train.model_copy(update={"batch": 1})) == 1

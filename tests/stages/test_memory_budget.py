@@ -331,3 +331,15 @@ def test_reading_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             fill(name, out)
             assert torch.equal(out, torch.from_numpy(model.decode(name)))
     assert asked == [True, False, False]
+
+
+def test_reading_streamed_layers_takes_time(tmp_path: Path) -> None:
+    from cortiq_fcd.io.reader import open_model
+    from cortiq_fcd.stages import durations
+
+    model = MODELS["plain"]
+    own = sizes((2, 3), model)
+    first, *_, last = ladder(own.plan, None, own.conversion)
+    with open_model(model.write(tmp_path / "m.cmf")) as opened:
+        assert durations._reading_seconds(own, first, opened, CPU) == 0
+        assert durations._reading_seconds(own, last, opened, CPU) > 0
