@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from cortiq_fcd.stages.records import RecipeInfo
 from cortiq_fcd.stages.report import (
     Continuation,
     CorpusInfo,
@@ -19,7 +20,6 @@ from cortiq_fcd.stages.report import (
     PolishMemory,
     PplInfo,
     PromptTexts,
-    RecipeInfo,
     Report,
     SourceInfo,
     ToolInfo,

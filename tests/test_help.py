@@ -15,7 +15,10 @@ from tests.command_options import options
 
 OPTIONS = list(options())
 # What a number counts or measures. A share says its range; a seed and a learning rate have no unit.
-UNITS = r"\b(tokens|bytes|steps|windows|landmarks|minutes|threads|GB|ranks|nats|0 to 1|seed|learning rate)\b"
+UNITS = (
+    r"\b(tokens|bytes|steps|windows|landmarks|minutes|threads|GB|ranks|nats|0 to 1|seed|learning rate|temperature|"
+    r"weight|times)\b"
+)
 
 
 def identify(value: Any) -> str:

@@ -16,7 +16,7 @@ NAMES = [str(path.relative_to(ROOT)) for path in MODULES]
 FORBIDDEN = {"autograd", "nn", "optim", "backward", "requires_grad", "requires_grad_"}
 VAGUE = {"util", "utils", "helper", "helpers", "common", "misc", "core", "base"}
 TORCH_FREE = ("io", "cli", "display")
-TORCH_FREE_STAGES = ("config", "report", "sentence", "schemas", "inspection")
+TORCH_FREE_STAGES = ("config", "report", "sentence", "schemas", "inspection", "records")
 MOST_LINES = 400
 
 

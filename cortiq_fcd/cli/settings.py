@@ -75,8 +75,11 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "o1.prefill", "--prefill", int, "N", ATTENTION, "seal point in training windows, tokens; default: seq // 2"
     ),
+    Setting(
+        "train.recipe", "--recipe", str, "NAME", TRAINING, "certified or plus (docs/recipe.md); default: certified"
+    ),
     Setting("train.steps", "--steps", int, "N", TRAINING, "optimizer steps; default: 300"),
-    Setting("train.lr", "--lr", float, "X", TRAINING, "AdamW learning rate, constant; default: 5e-05"),
+    Setting("train.lr", "--lr", float, "X", TRAINING, "AdamW learning rate, at its peak; default: 5e-05"),
     Setting("train.kl", "--kl", float, "X", TRAINING, "weight of KL to the exact model, 0 to 1; default: 0.7"),
     Setting(
         "train.eval_every", "--eval-every", int, "N", TRAINING, "steps between validations, 0 = never; default: 25"
@@ -84,6 +87,31 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("train.batch", "--batch", int, "N", TRAINING, "windows per step; default: 2"),
     Setting("train.seq", "--seq", int, "N", TRAINING, "window length, tokens; default: 512"),
     Setting("train.seed", "--seed", int, "N", TRAINING, "seed of the window sampler; default: 0"),
+    Setting("train.schedule", "--schedule", str, "NAME", TRAINING, "constant, cosine or trapezoid; default: constant"),
+    Setting("train.warmup", "--warmup", int, "N", TRAINING, "steps until the learning rate is at its peak; default: 0"),
+    Setting(
+        "train.norm_lr", "--norm-lr", float, "X", TRAINING, "learning rate of norm gains, times --lr; default: 1.0"
+    ),
+    Setting("train.temperature", "--temperature", float, "X", TRAINING, "temperature of the KL; default: 1.0"),
+    Setting(
+        "train.match", "--match", float, "X", TRAINING, "weight of matching each layer's exact output; default: 0.0"
+    ),
+    Setting(
+        "train.gain_limit",
+        "--gain-limit",
+        float,
+        "X",
+        TRAINING,
+        "no gradient for O(1) rows more than X times as long as any value; default: no limit",
+    ),
+    Setting(
+        "train.clip", "--clip", str, "NAME", TRAINING, "norm of the gradient: whole, or layer by layer; default: whole"
+    ),
+    Setting(
+        "train.ema", "--ema", float, "X", TRAINING, "decay of an average of the weights, 0 to 1, 0 = none; default: 0.0"
+    ),
+    Setting("train.sampling", "--sampling", str, "NAME", TRAINING, "windows at random, or each once; default: random"),
+    Setting("train.seals", "--seals", str, "NAME", TRAINING, "seal points of windows: fixed or varied; default: fixed"),
     Setting("train.polish_only", "--polish-only", bool, "", TRAINING, "train, but leave attention exact; default: off"),
     Setting("train.teacher", "--teacher", str, "FILE", TRAINING, "a CMF file to learn from; default: IN itself, exact"),
     Setting(

@@ -5,6 +5,10 @@
     L = (1 - w) ce + w kl;   dz_s = ((1 - w)(p_s - onehot) + w (p_s - p_t)) / N  [* (1 - (z_s / cap)^2)]
     dh_s = dz_s W_s;   in brackets: with a soft cap
 
+A temperature tau other than 1 softens both sides of the KL, and its square keeps the gradient's size (Hinton, Vinyals
+and Dean 2015, arXiv 1503.02531): kl = tau^2 KL(softmax(z_t / tau) || softmax(z_s / tau)), whose dz_s is tau times the
+difference of these two.
+
 Logits of a chunk live only while the chunk is worked on, all chunks in one piece of memory. Between the products that
 make and use them they are visited a few rows at a time, which stay in a core's cache from the first pass to the last.
 When teacher and student share the head, their rows share one product. The head and the teacher get no gradient.
@@ -55,12 +59,13 @@ def ce_kl(
     teacher_head: Tensor | None = None,
     softcap: float | None = None,
     teacher_softcap: float | None = None,
+    temperature: float = 1.0,
     budget_bytes: int = CHUNK_BYTES,
 ) -> Loss:
     """Loss and its gradient for student, teacher [N, C], head [V, C], targets [N] (int64).
 
-    `teacher_head` [V, C] only when the teacher has a head of its own; the soft caps are of the student's and of the
-    teacher's logits. Raises ValueError when the shapes don't meet.
+    `temperature` is that of the KL. `teacher_head` [V, C] only when the teacher has a head of its own; the soft caps
+    are of the student's and of the teacher's logits. Raises ValueError when the shapes don't meet.
     """
     _check(student, head, targets)
     _check_teacher(student, teacher, head, teacher_head)
@@ -77,13 +82,19 @@ def ce_kl(
         z_s, z_t = _logits(student[chunk], teacher[chunk], head, teacher_head, room)
         for part in _parts(z_s):
             target = targets[chunk][part, None]
+            if temperature != 1:
+                caps = softcap, teacher_softcap
+                found, dz = _tempered(z_s[part], z_t[part], target, kl_weight, temperature, *caps)
+                figures.append(found)
+                z_s[part] = dz
+                continue
             visited = _visit(z_s[part], z_t[part], target, softcap, teacher_softcap)
             figures.append(visited.figures)
             dz = _dz_(visited, target, kl_weight)
             if dz.dtype != z_s.dtype:
                 z_s[part] = dz
         mm(z_s, head, out=dhidden[chunk])
-    ce, kl = _losses(torch.cat(figures))
+    ce, kl = _losses(torch.cat(figures), temperature)
     return Loss(ce.mean().item(), kl.mean().item(), dhidden.div_(N))
 
 
@@ -124,10 +135,33 @@ def _dz_(visited: _Visited, target: Tensor, kl_weight: float) -> Tensor:
     return dz if visited.slope is None else dz.mul_(visited.slope)
 
 
-def _losses(figures: Tensor) -> tuple[Tensor, Tensor]:
-    """ce and kl of each row, [N] in f64."""
-    target_x, total_s, total_t, along = figures.double().unbind(1)
-    return total_s.log() - target_x, (total_s.log() - total_t.log() - along / total_t).clamp_min_(0)
+def _losses(figures: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """ce and kl of each row, [N] in f64. Behind the four figures of ce there may be four of a tempered kl."""
+    target_x, total_s, *_ = figures[:, :4].double().unbind(1)
+    _, soft_s, soft_t, along = figures[:, -4:].double().unbind(1)
+    kl = (soft_s.log() - soft_t.log() - along / soft_t).clamp_min_(0)
+    return total_s.log() - target_x, kl if temperature == 1 else kl * temperature**2
+
+
+def _tempered(
+    z_s: Tensor,
+    z_t: Tensor,
+    target: Tensor,
+    kl_weight: float,
+    temperature: float,
+    softcap: float | None,
+    teacher_softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Figures of some rows, [n, 8], and N times the gradient of the student's logits [n, V]."""
+    s, t = _capped_(widened(z_s).clone(), softcap), _capped_(widened(z_t).clone(), teacher_softcap)
+    slope = None if softcap is None else 1 - (s / softcap).square_()
+    soft = _visit(s / temperature, t / temperature, target, None, None)
+    plain = _visit(s, t, target, None, None)
+    figures = torch.cat((plain.figures, soft.figures), 1)
+    dz = _dz_(plain, target, 0.0).mul_(1 - kl_weight)
+    total_s, total_t = soft.figures[:, 1:2], soft.figures[:, 2:3]
+    dz.add_(soft.e_s.div_(total_s).sub_(soft.e_t.div_(total_t)), alpha=kl_weight * temperature)
+    return figures, dz if slope is None else dz.mul_(slope)
 
 
 def kl_rows(

@@ -14,6 +14,10 @@ g = dout / den and delta = g . out:
     dweight[t, j] = g_t . v_j - delta_t;   dv_j = sum_t weight g_t;   near: dlogit = dweight * weight -> dq, dk
     far: see `o1_far_field`; the landmarks are linear in the prompt's rows, so their gradient lands there alone
 
+The weights of a row sum to 1 but are not all positive, so out_t may be longer than every value it sums. Its gain is
+|out_t| / max_j |v_j| over the window's values; a convex combination has at most 1. With a `gain_limit`, rows above it
+get the gradient 0: they are computed as ever, and nothing is learnt through them.
+
 Nothing is T x T: rows after the seal are cut into n chunks of c. A chunk sees the sinks and its band of w + c - 1 keys
 directly. Of the band, row r has keys u = r .. r + w - 1 near; keys u < r have become far (the ramp). Older keys enter
 as running sums. Derivation: docs/maths.md.
@@ -23,6 +27,7 @@ Axes: q [B, G, R, T, D], k [B, G, T, D], v [B, G, T, Dv], M [B, G, R, m, m] f64;
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -39,12 +44,15 @@ MIN_DENOMINATOR = 1e-30
 
 @dataclass(frozen=True)
 class Geometry:
-    """seal (prompt rows), window w, permanent first keys `sink`, all in tokens; scale multiplies q k^T."""
+    """seal (prompt rows), window w, permanent first keys `sink`, all in tokens; scale multiplies q k^T; `gain_limit`:
+    rows of a larger gain have no gradient.
+    """
 
     seal: int
     window: int
     sink: int
     scale: float
+    gain_limit: float = math.inf
 
     @property
     def chunk(self) -> int:
@@ -67,6 +75,7 @@ class Saved:
     weights: Tensor  # [B, G, n, R, c, K]
     den: Tensor  # [B, G, n, R, c, 1]
     tail_out: Tensor  # [B, G, n, R, c, Dv]
+    gain: Tensor  # [B, G, n, R, c, 1]; 0 for padded rows
     far: Far
     rows: int  # T
     dtype: torch.dtype  # of the inputs; what is kept is at least f32
@@ -128,8 +137,18 @@ def o1_attention_fwd(q: Tensor, k: Tensor, v: Tensor, M: Tensor, geometry: Geome
     num = (_merge(weights) @ _windows(v, geometry)).view(*tail_q.shape[:-1], -1)
     tail_out = num.add_(far.base_w @ far.S).div_(den)
     out = torch.cat((prompt_out, _flat(tail_out)[..., : T - seal, :]), -2)
-    saved = Saved(geometry, k, v, M, scaled_Qt, Kt, prompt, tail_q, weights, den, tail_out, far, T, dtype)
+    gain = _gain(tail_out, v, T - seal)
+    saved = Saved(geometry, k, v, M, scaled_Qt, Kt, prompt, tail_q, weights, den, tail_out, gain, far, T, dtype)
     return out.to(dtype), saved
+
+
+def _gain(tail_out: Tensor, v: Tensor, rows: int) -> Tensor:
+    """Length of each row's output over that of the longest value, [B, G, n, R, c, 1]; 0 behind the last of `rows`."""
+    n, c = tail_out.shape[2], tail_out.shape[4]
+    longest = torch.linalg.vector_norm(v, dim=-1).amax(-1)[:, :, None, None, None, None]
+    gain: Tensor = torch.linalg.vector_norm(tail_out, dim=-1, keepdim=True).div_(longest)
+    real = (torch.arange(n * c, device=v.device) < rows).view(n, 1, c, 1)
+    return gain.masked_fill_(~real, 0)
 
 
 def o1_attention_bwd(dout: Tensor, saved: Saved) -> Grads:
@@ -144,6 +163,8 @@ def o1_attention_bwd(dout: Tensor, saved: Saved) -> Grads:
     keys = _far_keys(saved.k, saved.v, geometry)
     near, ramp = _masks(geometry, dout.device)
     g = _chunks(dout[..., seal:, :], c) / saved.den
+    if geometry.gain_limit < math.inf:
+        g.masked_fill_(saved.gain > geometry.gain_limit, 0)
     delta = torch.linalg.vecdot(g, saved.tail_out).unsqueeze(-1)
 
     # Near keys and ramp share one weight matrix, at places that don't overlap.

@@ -7,6 +7,7 @@ n, y [N, C] with N = B * T rows, b-major. q, k, v are one stacked product. All w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -45,13 +46,14 @@ class AttentionWeights:
 class O1Attention:
     """The O(1) kernel for teacher-forced windows sealed after `seal` tokens; m, w, sink as in a conversion.
 
-    `landmark_count` 0: without a far field, which is measured and never served.
+    `landmark_count` 0: without a far field, which is measured and never served. `gain_limit`: see the kernel.
     """
 
     seal: int
     landmark_count: int
     window: int
     sink: int
+    gain_limit: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def attention_fwd(
         out, saved = exact(heads, weights.plan)
     else:
         M = _inverse(heads, o1, weights.plan.scale)
-        geometry = o1_attention.Geometry(o1.seal, o1.window, o1.sink, weights.plan.scale)
+        geometry = o1_attention.Geometry(o1.seal, o1.window, o1.sink, weights.plan.scale, o1.gain_limit)
         out, saved = o1_attention.o1_attention_fwd(heads.q, heads.k, heads.v, M, geometry)
     y, gate = project_out(out, heads.gate, weights)
     return y, Saved(heads.q_norm, heads.k_norm, saved, gate)
@@ -126,6 +128,12 @@ def attention_bwd(dy: Tensor, saved: Saved, weights: AttentionWeights, angles: A
     else:
         grads = causal_attention.causal_attention_bwd(dout, saved.attention)
     return _project_bwd(grads, dgate, saved, weights, angles)
+
+
+def wild_rows(saved: Saved) -> Tensor:
+    """See `layer.wild_rows`."""
+    assert isinstance(saved.attention, o1_attention.Saved)
+    return (saved.attention.gain > 1).sum()
 
 
 def project(n: Tensor, weights: AttentionWeights, angles: Angles, batch: int) -> Heads:

@@ -31,6 +31,11 @@ def landmark_count(seal: int, m: int) -> int:
     return min(max(seal // 8, 4), m)
 
 
+def seal_choices(conversion: Conversion, seq: int) -> range:
+    """Where windows of `seq` tokens can be sealed so that the O(1) kernel runs over the last eighth at least."""
+    return range(conversion.w + conversion.sink + EXACT_MARGIN_TOKENS + 1, seq - seq // 8 + 1)
+
+
 @dataclass(frozen=True)
 class Conversion:
     """The O(1) setting of a model. `m`, `w`, `sink` as in `provenance.o1_attn`; `seal` is the training windows' tp.

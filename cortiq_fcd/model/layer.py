@@ -84,6 +84,12 @@ def layer_saved(x: Tensor, weights: LayerWeights, angles: Angles, batch: int, o1
     return LayerSaved(norm, mixer, _activation(h1, weights))
 
 
+def wild_rows(saved: LayerSaved) -> Tensor:
+    """How many rows of an O(1) kernel, heads counted one by one, are longer than every value they sum: [] int64."""
+    assert isinstance(saved.mixer, attention.Saved)
+    return attention.wild_rows(saved.mixer)
+
+
 def _mixed(
     x: Tensor, weights: LayerWeights, angles: Angles, batch: int, o1: O1Attention | None
 ) -> tuple[Tensor, rmsnorm.Saved, attention.Saved | delta_net.Saved]:

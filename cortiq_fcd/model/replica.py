@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from cortiq_fcd.kernels import rmsnorm
-from cortiq_fcd.kernels.ce_kl import Loss, ce_kl
+from cortiq_fcd.kernels.ce_kl import ce_kl
 from cortiq_fcd.kernels.rope import rotation
 from cortiq_fcd.model.attention import Angles, O1Attention
 from cortiq_fcd.model.clock import Clock
 from cortiq_fcd.model.conversion import Conversion, is_exact, landmark_count
-from cortiq_fcd.model.layer import LayerSaved, Trainable, embed, layer_bwd, layer_fwd
+from cortiq_fcd.model.elements import CERTIFIED, Elements, StepLoss
+from cortiq_fcd.model.layer import LayerSaved, Trainable, embed, layer_bwd, layer_fwd, wild_rows
+from cortiq_fcd.model.matching import match_layers
 from cortiq_fcd.model.mixers import AttentionPlan
 from cortiq_fcd.model.plan import ModelPlan
 from cortiq_fcd.model.recompute import Recomputed
@@ -75,12 +77,12 @@ class Replica:
             streaming = streaming.without(frozenset((i, "ffn") for i in self.masters.layers))
         return replace(self.weights, layers=tuple(layers), streaming=streaming)
 
-    def o1(self, seal: int, tokens: int) -> O1Attention | None:
+    def o1(self, seal: int, tokens: int, gain_limit: float = math.inf) -> O1Attention | None:
         """The O(1) kernel for windows of `tokens` sealed after `seal`; null when such windows stay exact."""
         c = self.conversion
         if seal >= tokens or is_exact(seal, c.w, c.sink):
             return None
-        return O1Attention(seal, landmark_count(seal, c.m), c.w, c.sink)
+        return O1Attention(seal, landmark_count(seal, c.m), c.w, c.sink, gain_limit)
 
 
 def new_replica(
@@ -198,30 +200,46 @@ def run_visits(
     converted: tuple[int, ...],
     saved: list[Kept] | None = None,
     recomputed: frozenset[int] = frozenset(),
+    outputs: list[Tensor] | None = None,
+    wild: list[Tensor] | None = None,
 ) -> Tensor:
-    """Rows [B * T, C] after the visits in `order`; with `saved`, what the backward of each needs is appended there."""
+    """Rows [B * T, C] after the visits in `order`. What the backward of each visit needs is appended to `saved`, its
+    rows to `outputs`, and how many rows of an O(1) kernel are wild to `wild`, where these are given.
+    """
     angles = rotations(weights, ids.shape[1])
     for i, layer in zip(order, weights.along(order), strict=True):
         if layer is None:
             x, norm_saved = final_norm(x, weights)
             if saved is not None:
                 saved.append(norm_saved)
+            if outputs is not None:
+                outputs.append(x)
             continue
         here = o1 if i in converted else None
         y, layer_saved = layer_fwd(x, layer, angles, ids.shape[0], here)
         if saved is not None:
             saved.append(Recomputed(x, ids.shape[0], here) if i in recomputed else layer_saved)
+        if wild is not None and here is not None:
+            wild.append(wild_rows(layer_saved))
         del layer_saved  # or it would live on while the next layer runs
         x = y
+        if outputs is not None:
+            outputs.append(x)
     return x
 
 
 def loss_and_gradient(
-    replica: Replica, ids: Tensor, targets: Tensor, kl_weight: float, layer_done: Callable[[int], None] = _nothing
-) -> Loss:
+    replica: Replica,
+    ids: Tensor,
+    targets: Tensor,
+    kl_weight: float,
+    layer_done: Callable[[int], None] = _nothing,
+    elements: Elements = CERTIFIED,
+) -> StepLoss:
     """Loss of the student against targets and teacher over windows ids [B, T]; `replica.gradient` is overwritten.
 
-    `layer_done` is called for each trained layer, from the top down, as soon as its gradient is final.
+    `layer_done` is called for each trained layer, from the top down, as soon as its gradient is final. `elements`: what
+    the recipe adds.
     """
     student, teacher = replica.student, replica.teacher
     student.release()
@@ -230,22 +248,27 @@ def loss_and_gradient(
     order, below = list(visits(student)), min(replica.conversion.layers)
     converted = replica.conversion.converted
     clock = replica.clock
+    exact: list[Tensor] | None = [] if elements.match else None
+    outputs: list[Tensor] | None = [] if elements.match else None
     with clock("shared"):
         x = embed(ids, student.embed, student.plan.embed_multiplier)
         x = run_visits(x, student, order[:below], ids, None, ())
     with clock("teacher"):
         if teacher is replica.weights:
-            teacher_x = run_visits(x, teacher, order[below:], ids, None, ())
+            teacher_x = run_visits(x, teacher, order[below:], ids, None, (), outputs=exact)
         else:
             teacher_x = embed(ids, teacher.embed, teacher.plan.embed_multiplier)
-            teacher_x = run_visits(teacher_x, teacher, list(visits(teacher)), ids, None, ())
+            teacher_x = run_visits(teacher_x, teacher, list(visits(teacher))[:below], ids, None, ())
+            teacher_x = run_visits(teacher_x, teacher, list(visits(teacher))[below:], ids, None, (), outputs=exact)
         teacher_rows = head_rows(teacher_x, teacher)
         del teacher_x
 
     saved: list[Kept] = []
-    o1 = replica.o1(replica.conversion.seal, ids.shape[1])
+    wild: list[Tensor] = []
+    seal = replica.conversion.seal if elements.seal is None else elements.seal
+    o1 = replica.o1(seal, ids.shape[1], elements.gain_limit)
     with clock("student"):
-        x = run_visits(x, student, order[below:], ids, o1, converted, saved, replica.recomputed)
+        x = run_visits(x, student, order[below:], ids, o1, converted, saved, replica.recomputed, outputs, wild)
         rows, norm_saved = final_norm(x, student)
         multiplier = student.plan.logit_multiplier
     with clock("head"):
@@ -258,11 +281,14 @@ def loss_and_gradient(
             teacher_head=None if teacher.head is student.head else teacher.head,
             softcap=student.plan.logit_softcap,
             teacher_softcap=teacher.plan.logit_softcap,
+            temperature=elements.temperature,
         )
+    trained = [visit for visit, i in enumerate(order[below:]) if i in replica.conversion.layers]
+    match, dys = match_layers(outputs, exact, trained, elements.match) if outputs and exact else (0.0, {})
     with clock("backprop"):
         dx = rmsnorm.rmsnorm_bwd(loss.dhidden * multiplier, norm_saved).dx
-        _backward(dx, replica, student, order[below:], ids.shape[1], saved, layer_done)
-    return loss
+        _backward(dx, replica, student, order[below:], ids.shape[1], saved, layer_done, dys)
+    return StepLoss(loss.ce, loss.kl, match, sum(int(count) for count in wild))
 
 
 def _backward(
@@ -273,14 +299,19 @@ def _backward(
     positions: int,
     saved: list[Kept],
     layer_done: Callable[[int], None],
+    dys: dict[int, Tensor],
 ) -> None:
-    """Fill `replica.gradient` from the gradient of the last layer's output. `saved` is emptied."""
+    """Fill `replica.gradient` from the gradient of the last layer's output. `saved` is emptied; so is `dys`, further
+    gradients of the outputs of visits.
+    """
     angles = rotations(student, positions)
     seen: set[int] = set()
     backwards = order[::-1]
     for visit, (i, layer) in enumerate(zip(backwards, student.along(backwards), strict=True)):
         # Popping frees a layer's activations as soon as they have been used.
         part = saved.pop()
+        if (dy := dys.pop(len(saved), None)) is not None:
+            dx = dx.add_(dy)
         if i is None or layer is None or isinstance(part, rmsnorm.Saved):
             assert isinstance(part, rmsnorm.Saved)
             dx = rmsnorm.rmsnorm_bwd(dx, part).dx

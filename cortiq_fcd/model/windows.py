@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -34,6 +35,30 @@ class SplitMix64:
 def training_offsets(generator: SplitMix64, tokens: int, seq: int, batch: int) -> list[int]:
     """Offsets of the next `batch` training windows of `seq` tokens in a text of `tokens`."""
     return [generator.next_u64() % (tokens - seq - 1) for _ in range(batch)]
+
+
+def offsets_once(seed: int, first: int, tokens: int, seq: int, batch: int) -> list[int]:
+    """Offsets of training windows `first` .. `first` + batch - 1 of a run that uses no token twice before all of them.
+
+    Windows lie side by side and are shuffled anew for every pass over the text, which begins at another token.
+    """
+    count = max(1, (tokens - 1) // seq - 1)  # so that every beginning leaves room for all
+    found = []
+    for number in range(first, first + batch):
+        begin, order = _pass_over(seed, number // count, count, tokens - 1 - count * seq)
+        found.append(begin + order[number % count] * seq)
+    return found
+
+
+@functools.lru_cache(maxsize=2)
+def _pass_over(seed: int, number: int, count: int, most: int) -> tuple[int, list[int]]:
+    """Where a pass over the text begins, and the order of its windows (Fisher and Yates)."""
+    generator = SplitMix64((seed + number * 0x9E3779B97F4A7C15) & _MASK)
+    begin, order = generator.next_u64() % max(1, most), list(range(count))
+    for last in range(count - 1, 0, -1):
+        other = generator.next_u64() % (last + 1)
+        order[last], order[other] = order[other], order[last]
+    return begin, order
 
 
 def validation_offsets(tokens: int, seq: int, count: int) -> list[int]:

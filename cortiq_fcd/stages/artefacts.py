@@ -44,7 +44,8 @@ class Gate:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step; ce and kl are means over its positions, unweighted, in nats.
+    """One optimizer step; ce and kl are means over its positions, unweighted, in nats; match and wild_rows as in
+    `StepLoss`.
 
     `skipped`: gradient or loss were not usable (`why` says how), nothing was changed.
     """
@@ -57,15 +58,21 @@ class Step:
     offsets: tuple[int, ...]
     skipped: bool = False
     why: str = ""
+    match: float = 0.0
+    wild_rows: int | None = None
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A checkpoint's quick-window perplexity, and the gate's verdict where it was asked. Step 0 is the conversion."""
+    """A checkpoint's quick-window perplexity, and the gate's verdict where it was asked. Step 0 is the conversion.
+
+    `averaged`: of the average of the weights, which was better than they were.
+    """
 
     step: int
     ppl: float
     judgement: Judgement | None = None
+    averaged: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,7 @@ class Trained:
     passed: bool
     diverged: bool
     gate_seconds: float
+    averaged: bool = False
 
     @property
     def start_ppl(self) -> float:
@@ -142,13 +150,16 @@ Vector: TypeAlias = Tensor | StoredVector
 
 @dataclass(frozen=True)
 class TrainingState:
-    """All that the polish loop needs to go on: flat masters and moments [P], and the best state (null: step 0's)."""
+    """All that the polish loop needs to go on: flat masters and moments [P], the best state (null: step 0's), and the
+    average of the masters (null: none is kept).
+    """
 
     record: TrainingRecord
     masters: Vector
     first: Vector
     second: Vector
     best: Vector | None
+    average: Vector | None = None
 
 
 class Keeper(Protocol):

@@ -121,6 +121,8 @@ class Checkpoints:
         vectors = {name: _on_cpu(vector, copy=copies) for name, vector in tensors.items()}
         if state.best is not None:
             vectors["best"] = _on_cpu(state.best, copy=False)  # a best state is replaced, never changed
+        if state.average is not None:
+            vectors["average"] = _on_cpu(state.average, copy=copies)
         if not copies:
             self._write(state.record, vectors, before)
             return
@@ -212,7 +214,7 @@ def _read_body(path: Path) -> Body:
 
 def _state(record: TrainingRecord, stored: Mapping[str, StoredVector]) -> TrainingState:
     best = stored["best"] if record.best is not None and record.best.step else None
-    return TrainingState(record, stored["masters"], stored["first"], stored["second"], best)
+    return TrainingState(record, stored["masters"], stored["first"], stored["second"], best, stored.get("average"))
 
 
 def _on_cpu(vector: Vector, *, copy: bool) -> F32 | StoredVector:

@@ -5,10 +5,11 @@ Null means "not said": the file's own `provenance.o1_attn` decides, then the def
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, model_validator
 
 from cortiq_fcd.io.paths import printable
 
@@ -16,6 +17,11 @@ from cortiq_fcd.io.paths import printable
 PathSetting = Annotated[Path, PlainSerializer(printable, return_type=str, when_used="json")]
 SaveDtype = Literal["f32", "f16", "bf16", "q8_row", "q8_2f"]
 GateProfile = Literal["standard", "strict"]
+Recipe = Literal["certified", "plus"]
+Schedule = Literal["constant", "cosine", "trapezoid"]
+Sampling = Literal["random", "once"]
+Clip = Literal["whole", "layer"]
+Seals = Literal["fixed", "varied"]
 
 
 class _Config(BaseModel):
@@ -49,18 +55,70 @@ class CorpusConfig(_Config):
     max_val_bytes: int = Field(default=200_000, ge=1, description="text beyond this many bytes is cut off")
 
 
-class TrainConfig(_Config):
-    """The recipe. Defaults are the certified one."""
+# What a recipe sets where nothing else is said. The certified one is the defaults of TrainConfig.
+RECIPES: Mapping[Recipe, Mapping[str, Any]] = {"certified": {}, "plus": {"seals": "varied"}}
 
+
+class TrainConfig(_Config):
+    """The recipe. Defaults are the certified one; `recipe` chooses others."""
+
+    recipe: Recipe = Field(default="certified", description="certified, or plus: other defaults for what follows")
     steps: int = Field(default=300, ge=1, description="optimizer steps")
-    lr: float = Field(default=5e-5, gt=0, le=1e3, allow_inf_nan=False, description="AdamW learning rate, constant")
+    lr: float = Field(default=5e-5, gt=0, le=1e3, allow_inf_nan=False, description="AdamW learning rate, at its peak")
+    schedule: Schedule = Field(
+        default="constant",
+        description="of the rate: constant, cosine (falls to a tenth) or trapezoid (falls to 0 over the last fifth)",
+    )
+    warmup: int = Field(default=0, ge=0, description="steps over which the rate rises to its peak")
+    norm_lr: float = Field(
+        default=1.0, gt=0, le=1e3, allow_inf_nan=False, description="rate of the norm gains, times the others'"
+    )
     kl: float = Field(default=0.7, ge=0, le=1, description="weight of KL(teacher || student); CE has the rest")
+    temperature: float = Field(
+        default=1.0, ge=0.1, le=100, allow_inf_nan=False, description="of the KL's two distributions"
+    )
+    match: float = Field(
+        default=0.0,
+        ge=0,
+        le=1e6,
+        allow_inf_nan=False,
+        description="weight of the distance between each trained layer's output and the exact model's",
+    )
+    gain_limit: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e9,
+        description="O(1) rows with an output so many times longer than every value get no gradient; default: none",
+    )
+    clip: Clip = Field(
+        default="whole",
+        description="whole: the gradient's norm is at most 1; layer: each of L layers', 1 / sqrt(L)",
+    )
+    ema: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="decay of the weights' moving average, which competes at every validation; 0 = none is kept",
+    )
     eval_every: int = Field(default=25, ge=0, description="steps between validations; 0 = never")
     batch: int = Field(default=2, ge=1, le=2**20, description="windows per step")
     seq: int = Field(default=512, ge=2, le=2**20, description="window length, tokens")
+    sampling: Sampling = Field(
+        default="random", description="of windows: random, or once (none again before all have been seen)"
+    )
+    seals: Seals = Field(
+        default="fixed", description="seal points of training windows: fixed, or varied from step to step"
+    )
     seed: int = Field(default=0, ge=0, lt=2**64, description="seed of the window sampler")
     polish_only: bool = Field(default=False, description="train the layers but leave their attention exact")
     teacher: PathSetting | None = Field(default=None, description="a CMF file to learn from; default: IN itself, exact")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, given: Any) -> Any:
+        """What is not said is as the recipe has it."""
+        recipe = RECIPES.get(given.get("recipe", "certified")) if isinstance(given, dict) else None
+        return given if recipe is None else {**recipe, **given}
 
 
 class GateConfig(_Config):

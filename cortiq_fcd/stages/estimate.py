@@ -124,7 +124,7 @@ def add_up(sizes: Sizes, costs: Costs, savings: Savings) -> Memory:
         masters=weights,
         gradient=weights,
         moments=min(moments, BUFFER_BYTES) if savings.moments_on_disk else moments,
-        best=best,
+        best=best + (weights if train.ema else 0),  # and the average, which may become the best
         activations=activations,
         logits=min(CHUNK_BYTES, train.batch * train.seq * sizes.plan.vocab_size * WORD_BYTES * COPIES),
         checkpoint_copy=copy,

@@ -17,12 +17,17 @@ from torch import Tensor
 
 from cortiq_fcd.events import EvalEvent, GateEvent, Listener, StepEvent, WarningEvent
 from cortiq_fcd.model.adamw import SLICE, Moments, new_moments
+from cortiq_fcd.model.average import Average
+from cortiq_fcd.model.conversion import seal_choices
+from cortiq_fcd.model.elements import CERTIFIED, Elements
+from cortiq_fcd.model.layer_clip import clip_layers
+from cortiq_fcd.model.norm_rate import norm_steps
 from cortiq_fcd.model.optimizer import Optimizer
 from cortiq_fcd.model.perplexity import window_perplexity
 from cortiq_fcd.model.ranks import ALONE, Ranks, share
 from cortiq_fcd.model.replica import Replica, loss_and_gradient, reset_masters
 from cortiq_fcd.model.stored_moments import StoredMoments, zeros
-from cortiq_fcd.model.windows import QUICK_ROUNDS, Ids, SplitMix64, training_offsets, windows
+from cortiq_fcd.model.windows import QUICK_ROUNDS, Ids, SplitMix64, offsets_once, training_offsets, windows
 from cortiq_fcd.stages.artefacts import (
     Evaluation,
     Gate,
@@ -35,6 +40,7 @@ from cortiq_fcd.stages.artefacts import (
 )
 from cortiq_fcd.stages.best import Best, BestInMemory, read_vector
 from cortiq_fcd.stages.config import TrainConfig
+from cortiq_fcd.stages.schedule import rate
 
 # So many unusable steps in a row end the run.
 MAX_SKIPPED_IN_A_ROW = 5
@@ -72,8 +78,9 @@ def run(
         loop.resume(resumed)
         generator.state = resumed.record.generator
     for number in range(len(loop.steps) + 1, config.steps + 1):
-        offsets = training_offsets(generator, len(train), config.seq, config.batch)
-        loop.record(train_step(config, replica, optimizer, train, offsets, number))
+        offsets = _offsets(config, generator, len(train), number)
+        elements = _elements(config, generator, replica)
+        loop.record(train_step(config, replica, optimizer, train, offsets, number, elements))
         if loop.diverged:
             break
         evaluated = number == config.steps or (config.eval_every > 0 and number % config.eval_every == 0)
@@ -83,6 +90,22 @@ def run(
             with replica.clock("checkpoint"):
                 keeper.keep(loop.state(generator))
     return loop.finish()
+
+
+def _offsets(config: TrainConfig, generator: SplitMix64, tokens: int, number: int) -> list[int]:
+    """Where the windows of a step begin."""
+    if config.sampling == "once":
+        return offsets_once(config.seed, (number - 1) * config.batch, tokens, config.seq, config.batch)
+    return training_offsets(generator, tokens, config.seq, config.batch)
+
+
+def _elements(config: TrainConfig, generator: SplitMix64, replica: Replica) -> Elements:
+    """What the recipe adds to a step; a seal that varies is drawn here."""
+    seal = None
+    if config.seals == "varied" and (choices := seal_choices(replica.conversion, config.seq)):
+        seal = choices[generator.next_u64() % len(choices)]
+    gain_limit = math.inf if config.gain_limit is None else config.gain_limit
+    return Elements(config.temperature, config.match, gain_limit, seal)
 
 
 def _moments(replica: Replica, resumed: TrainingState | None, file: Path | None) -> Moments | StoredMoments:
@@ -100,7 +123,13 @@ def _moments(replica: Replica, resumed: TrainingState | None, file: Path | None)
 
 
 def train_step(
-    config: TrainConfig, replica: Replica, optimizer: Optimizer, train: Ids, offsets: list[int], number: int
+    config: TrainConfig,
+    replica: Replica,
+    optimizer: Optimizer,
+    train: Ids,
+    offsets: list[int],
+    number: int,
+    elements: Elements = CERTIFIED,
 ) -> Step:
     """One step over the windows at `offsets`, of which this rank takes its share. An unusable gradient or loss leaves
     masters and moments untouched.
@@ -109,14 +138,18 @@ def train_step(
     clock, ranks = replica.clock, optimizer.ranks
     with clock("sampling"):
         ids, targets = windows(train, list(share(ranks, offsets)), config.seq, replica.weights.embed.device)
-    loss = loss_and_gradient(replica, ids, targets, config.kl, optimizer.layer_done)
+    loss = loss_and_gradient(replica, ids, targets, config.kl, optimizer.layer_done, elements)
     with clock("optimizer"):
         norm = optimizer.gradient_norm()
-        ce, kl = (total / ranks.world for total in ranks.sum([loss.ce, loss.kl]))  # every rank has as many positions
+        ce, kl, match, wild = ranks.sum([loss.ce, loss.kl, loss.match, loss.wild_rows])
+        ce, kl, match = (total / ranks.world for total in (ce, kl, match))  # every rank has as many positions
         why = _flaw(config, ce, kl, norm)
         if not why:
-            optimizer.step(config.lr, norm)
-    return Step(number, ce, kl, norm, time.perf_counter() - began, tuple(offsets), bool(why), why)
+            clipped = clip_layers(replica) if config.clip == "layer" else norm
+            with norm_steps(replica, config.norm_lr):
+                optimizer.step(rate(config, number), clipped)
+    seconds = time.perf_counter() - began
+    return Step(number, ce, kl, norm, seconds, tuple(offsets), bool(why), why, match, int(wild))
 
 
 def _flaw(config: TrainConfig, ce: float, kl: float, norm: float) -> str:
@@ -148,12 +181,19 @@ class _Loop:
     teacher_ppl: float = math.nan
     best: Evaluation | None = None
     gate_seconds: float = 0.0
+    average: Average | None = None
+
+    def __post_init__(self) -> None:
+        if self.config.ema:
+            self.average = Average(self.replica.masters.flat, self.config.ema)
 
     def record(self, step: Step) -> None:
         self.steps.append(step)
         if step.skipped:
             self._warn_skipped(step)
             return
+        if self.average is not None:
+            self.average.add()
         self.listener(
             StepEvent(
                 step=step.step,
@@ -167,15 +207,32 @@ class _Loop:
         )
 
     def evaluate(self, step: int) -> None:
-        """Validate the present masters; keep them if they are the best that passes."""
+        """Validate the present masters, or their average where that is better; keep them if they are the best that
+        passes.
+        """
         perplexity = self._perplexity(student=True)
+        averaged = False
+        if step and self.average is not None:
+            self.average.swap()
+            of_average = self._perplexity(student=True)
+            averaged = of_average < perplexity
+            if averaged:
+                perplexity = of_average
+            else:
+                self.average.swap()
+        self._consider(step, perplexity, averaged=averaged)
+        if averaged and self.average is not None:
+            self.average.swap()
+
+    def _consider(self, step: int, perplexity: float, *, averaged: bool) -> None:
+        """Judge what stands in the masters' place, and keep it if it is the best that passes."""
         if step == 0:
             self.teacher_ppl = self._perplexity(student=False)
         if not math.isfinite(perplexity):
             self.listener(WarningEvent(message=f"step {step}: the validation perplexity is not finite"))
         can_win = perplexity < (self.best.ppl if self.best else math.inf) and self._can_be_written()
         judgement = self._judge(step) if can_win or step == 0 or self.judge_every_checkpoint else None
-        evaluation = Evaluation(step, perplexity, judgement)
+        evaluation = Evaluation(step, perplexity, judgement, averaged)
         self.evaluations.append(evaluation)
         if can_win and (self.gate is None or (judgement is not None and judgement.passed)):
             self.best = evaluation
@@ -209,7 +266,9 @@ class _Loop:
             evaluations=tuple(self.evaluations),
             steps=tuple(self.steps),
         )
-        return TrainingState(record, self.replica.masters.flat, moments.first, moments.second, self.best_state.vector)
+        average = self.average.mean if self.average else None
+        masters, best = self.replica.masters.flat, self.best_state.vector
+        return TrainingState(record, masters, moments.first, moments.second, best, average)
 
     def resume(self, state: TrainingState) -> None:
         """Take over a saved state. Warnings are given again: they belong to this run's report."""
@@ -218,6 +277,8 @@ class _Loop:
         self.steps, self.evaluations = list(record.steps), list(record.evaluations)
         self.best_state.keep(state.best, record.best.step if record.best else 0)
         read_vector(state.masters, flat)
+        if state.average is not None:
+            self.average = Average(flat, self.config.ema, read_vector(state.average), record.updates)
         for step in self.steps:
             if step.skipped:
                 self._warn_skipped(step)
@@ -240,6 +301,7 @@ class _Loop:
             passed=self.best is not None,
             diverged=self.diverged,
             gate_seconds=self.gate_seconds,
+            averaged=best.averaged,
         )
 
     def _warn_skipped(self, step: Step) -> None:

@@ -13,7 +13,7 @@ from cortiq_fcd.io.corpus import Corpus, check_lengths, load_corpus
 from cortiq_fcd.io.planned import AnyModel
 from cortiq_fcd.io.reader import open_model
 from cortiq_fcd.io.writer import check_free_space, check_output_path, expected_bytes
-from cortiq_fcd.model.conversion import Conversion, resolve_conversion
+from cortiq_fcd.model.conversion import Conversion, resolve_conversion, seal_choices
 from cortiq_fcd.model.plan import ModelPlan, eos_notes, plan_model
 from cortiq_fcd.model.ranks import ALONE, Ranks
 from cortiq_fcd.model.windows import measured_spans
@@ -75,6 +75,8 @@ def prepare(
     progress.warn(*eos_notes(model.header, plan))
     conversion, notes = conversion_of(config, plan, model)
     progress.warn(*notes)
+    if config.train.seals == "varied" and not seal_choices(conversion, config.train.seq):
+        progress.warn(f"--seals varied: windows of {config.train.seq} tokens leave one seal point alone")
     teacher_plan, teacher_contents = _teacher(config, plan, model, out if writes else None, progress)
     out_bytes = _check_disk(config, plan, conversion, model, out) if writes else 0
     corpus = _corpus(config, model, progress)

@@ -19,6 +19,7 @@ from cortiq_fcd.stages import report as records
 from cortiq_fcd.stages.artefacts import Comparison, Evaluation, Gate, Stored, Trained
 from cortiq_fcd.stages.config import PolishConfig
 from cortiq_fcd.stages.profiles import PROFILES
+from cortiq_fcd.stages.records import RecipeElements, RecipeInfo
 from cortiq_fcd.stages.repetition import measured
 
 
@@ -90,6 +91,8 @@ def record(story: Story, source: CmfModel) -> records.Provenance:
         best_step=trained.best_step,
         converted_layers=list(story.conversion.layers),
         seed=config.train.seed,
+        elements=RecipeElements(**config.train.model_dump(include=set(RecipeElements.model_fields))),
+        averaged=trained.averaged,
         prefill=story.conversion.seal,
         outcome=story.outcome,
         gate=records.ProvenanceGate(
@@ -144,7 +147,7 @@ def build_report(
             tensors_written=written.tensors_written,
         ),
         o1=records.O1Info(**story.conversion.record(), prefill=story.conversion.seal, costs=story.layer_costs),
-        recipe=records.RecipeInfo(**config.train.model_dump(mode="json")),
+        recipe=RecipeInfo(**config.train.model_dump(mode="json")),
         corpus=records.CorpusInfo(
             train_tokens=len(story.corpus.train),
             val_tokens=len(story.corpus.val),
@@ -163,7 +166,7 @@ def build_report(
         ),
         kl_served=records.KlInfo(start=_finite(comparison.start.kl_served), final=_finite(comparison.final.kl_served)),
         gate=_gate(story),
-        evals=[records.EvalRecord(step=e.step, ppl=_finite(e.ppl)) for e in trained.evaluations],
+        evals=[records.EvalRecord(step=e.step, ppl=_finite(e.ppl), averaged=e.averaged) for e in trained.evaluations],
         losses=[
             records.LossRecord(
                 step=step.step,
@@ -171,6 +174,8 @@ def build_report(
                 kl=_finite(step.kl),
                 grad_norm=_finite(step.grad_norm),
                 seconds=step.seconds,
+                match=_finite(step.match) if config.train.match else None,
+                wild_rows=step.wild_rows,
             )
             for step in trained.steps
         ],

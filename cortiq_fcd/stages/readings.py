@@ -9,13 +9,12 @@ from typing import Literal
 
 from pydantic import Field
 
+from cortiq_fcd.stages.records import Document, Record
 from cortiq_fcd.stages.report import (
     Continuation,
-    Document,
     GateStatus,
     MemoryInfo,
     O1Info,
-    Record,
     Repetition,
     SourceInfo,
     ToolInfo,

@@ -9,9 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from cortiq_fcd.stages.config import SaveDtype
+from cortiq_fcd.stages.records import Document, RecipeElements, RecipeInfo, Record
 
 SCHEMA_ID: Literal["cortiq-fcd-report/1"] = "cortiq-fcd-report/1"
 
@@ -20,26 +21,6 @@ MOST_NUMBER = 1e305  # no exp(mean NLL) that is counted as finite is larger
 Outcome = Literal["polished", "identity"]
 Place = Literal["memory", "disk"]
 GateStatus = Literal["ran", "skipped"]
-
-
-class Record(BaseModel):
-    """Base of all records: frozen, no unknown fields, no NaN and no infinity."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        allow_inf_nan=False,
-        populate_by_name=True,
-        json_schema_serialization_defaults_required=True,
-    )
-
-
-class Document(Record):
-    """A record that is printed, or written, as a JSON file of its own."""
-
-    def to_json(self) -> str:
-        """The document as JSON text, the way it is written."""
-        return self.model_dump_json(by_alias=True, indent=2) + "\n"
 
 
 class ToolInfo(Record):
@@ -99,20 +80,6 @@ class O1Info(Record):
     costs: list[LayerCost] | None = Field(
         default=None, description="of every layer that --o1 auto:N could choose; null = the layers were told"
     )
-
-
-class RecipeInfo(Record):
-    """The training recipe as it was used."""
-
-    steps: int = Field(ge=0, description="optimizer steps asked for")
-    lr: float = Field(description="AdamW learning rate")
-    kl: float = Field(description="weight of KL(teacher || student); CE has the rest")
-    eval_every: int = Field(ge=0, description="steps between validations; 0 = only after the last")
-    batch: int = Field(ge=1, description="windows per step")
-    seq: int = Field(ge=2, description="window length, tokens")
-    seed: int = Field(ge=0, description="seed of the window sampler")
-    polish_only: bool = Field(default=False, description="attention stayed exact on both sides")
-    teacher: str | None = Field(default=None, description="separate teacher file; null = the source itself")
 
 
 class CorpusInfo(Record):
@@ -249,6 +216,7 @@ class EvalRecord(Record):
 
     step: int = Field(ge=0, description="optimizer steps taken; 0 = the conversion as it is")
     ppl: float | None = Field(description="perplexity; null if it was not finite")
+    averaged: bool = Field(default=False, description="of the average of the weights, which was better than they were")
 
 
 class LossRecord(Record):
@@ -259,6 +227,14 @@ class LossRecord(Record):
     kl: float | None = Field(description="KL(teacher || student), nats; null if it was not finite")
     grad_norm: float | None = Field(description="global gradient norm before clipping; null = not finite, step skipped")
     seconds: float = Field(ge=0, description="duration in seconds")
+    match: float | None = Field(
+        default=None, description="distance of layers' outputs from the exact ones, relative; null = not in the loss"
+    )
+    wild_rows: int | None = Field(
+        default=None,
+        ge=0,
+        description="rows of O(1) kernels, heads counted one by one, longer than every value they sum; null = unknown",
+    )
 
 
 class MemoryInfo(Record):
@@ -376,6 +352,8 @@ class Provenance(Record):
     best_step: int = Field(ge=0, description="optimizer steps behind the weights of the file; 0 at identity")
     converted_layers: list[int] = Field(description="layers that run the O(1) kernel, from 0")
     seed: int = Field(ge=0, description="seed of the window sampler")
+    elements: RecipeElements = Field(default=RecipeElements(), description="the rest of the recipe")
+    averaged: bool = Field(default=False, description="the weights are an average over steps up to best_step")
     prefill: int = Field(ge=1, description="seal point in training windows, tokens")
     outcome: Outcome = Field(description="polished or identity")
     gate: ProvenanceGate

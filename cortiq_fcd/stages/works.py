@@ -11,6 +11,7 @@ from torch import Tensor
 from cortiq_fcd.kernels.ce_kl import nll_sum
 from cortiq_fcd.model.conversion import Conversion
 from cortiq_fcd.model.decode import Decoder
+from cortiq_fcd.model.elements import Elements
 from cortiq_fcd.model.plan import ModelPlan
 from cortiq_fcd.model.replica import Replica, hidden_states, loss_and_gradient
 from cortiq_fcd.stages.config import TrainConfig
@@ -49,7 +50,8 @@ def _ids(batch: int, tokens: int, device: torch.device) -> Tensor:
 def step(train: TrainConfig, device: torch.device) -> Work:
     """Loss and gradient."""
     ids = _ids(train.batch, train.seq, device)
-    return lambda replica: loss_and_gradient(replica, ids, ids, train.kl)
+    elements = Elements(temperature=train.temperature, match=train.match)
+    return lambda replica: loss_and_gradient(replica, ids, ids, train.kl, elements=elements)
 
 
 def decode(batch: int, prompt: int, tokens: int, steps: int) -> Work:

@@ -310,3 +310,29 @@ def test_bad_shapes_are_refused() -> None:
     for bad_hidden, bad_head, bad_targets in ((student[:4], head, targets), (student, head[:, :2], targets)):
         with pytest.raises(ValueError, match="ce_kl"):
             nll_sum(bad_hidden, bad_head, bad_targets)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.5])
+@pytest.mark.parametrize("temperature", [0.5, 2.0, 4.0])
+def test_temperature(temperature: float, softcap: float | None) -> None:
+    """Against autograd over tempered logits, in several chunks."""
+    generator = torch.Generator().manual_seed(4)
+    student, teacher = (torch.randn(11, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    head = torch.randn(17, 5, generator=generator, dtype=torch.float64)
+    targets = torch.arange(11)
+    leaf = student.clone().requires_grad_()
+
+    def log_p(rows: Tensor, tau: float) -> Tensor:
+        z = rows @ head.T
+        return torch.log_softmax((z if softcap is None else softcap * torch.tanh(z / softcap)) / tau, -1)
+
+    ce = -log_p(leaf, 1.0).gather(1, targets[:, None]).mean()
+    soft_s, soft_t = log_p(leaf, temperature), log_p(teacher, temperature)
+    kl = (soft_t.exp() * (soft_t - soft_s)).sum(-1).mean() * temperature**2
+    (0.3 * ce + 0.7 * kl).backward()
+    caps = {"softcap": softcap, "teacher_softcap": softcap}
+    got = ce_kl(student, teacher, head, targets, 0.7, temperature=temperature, **caps, budget_bytes=17 * 8 * 2 * 3)
+    assert got.ce == pytest.approx(ce.item(), rel=1e-12)
+    assert got.kl == pytest.approx(kl.item(), rel=1e-11)
+    assert leaf.grad is not None
+    assert_close("dhidden", got.dhidden, leaf.grad, 1e-12)

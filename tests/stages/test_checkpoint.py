@@ -93,7 +93,7 @@ def test_what_was_measured_before_is_not_measured_again(folder: Path, tmp_path: 
     report = polished(folder, events.append, gate_enabled=True)
     assert is_done(folder, (tmp_path / "other/out.cmf").read_bytes())
     assert [e.stage for e in events if isinstance(e, StageEvent) and e.seconds is None] == [
-        "dequantize", "replica", "polish", "evaluate", "provenance",
+        "prepare", "dequantize", "replica", "polish", "evaluate", "provenance",
     ]  # fmt: skip
     assert [e.step for e in events if isinstance(e, StepEvent)] == [4, 5, 6]
     assert len(report.gate.baseline or []) == len(report.gate.teacher or []) == 3

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cortiq_fcd.events import EvalEvent, Event, GateEvent, StepEvent, WarningEvent, ignore
-from cortiq_fcd.kernels.ce_kl import Loss
 from cortiq_fcd.model.conversion import Conversion
+from cortiq_fcd.model.elements import StepLoss
 from cortiq_fcd.model.optimizer import Optimizer
 from cortiq_fcd.model.perplexity import window_perplexity
 from cortiq_fcd.model.replica import Replica, loss_and_gradient
@@ -48,7 +48,7 @@ def simulated(
     replica.masters.flat.fill_(0)
 
     def train_step(
-        config: TrainConfig, replica: Replica, optimizer: Any, train: Any, offsets: Any, number: int
+        config: TrainConfig, replica: Replica, optimizer: Any, train: Any, offsets: Any, number: int, elements: Any
     ) -> Step:
         now[0] = number
         replica.masters.flat.fill_(number)
@@ -148,7 +148,7 @@ def test_events_say_which_checkpoint_would_be_written() -> None:
 )
 def test_when_it_evaluates(steps: int, every: int, evaluated: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(polish, "window_perplexity", lambda *args, student: 5.0)
-    monkeypatch.setattr(polish, "train_step", lambda *args: Step(args[-1], 1.0, 0.1, 1.0, 0.0, tuple(args[-2])))
+    monkeypatch.setattr(polish, "train_step", lambda *args: Step(args[-2], 1.0, 0.1, 1.0, 0.0, tuple(args[-3])))
     config = CONFIG.model_copy(update={"steps": steps, "eval_every": every})
     trained = polish.run(config, network(), TRAIN, VAL, None, ignore)
     assert [e.step for e in trained.evaluations] == evaluated
@@ -189,11 +189,11 @@ def test_two_runs_are_bit_identical() -> None:
 # Gradients that are not finite
 
 
-def broken_at(steps: set[int], value: float = math.nan) -> Callable[..., Loss]:
+def broken_at(steps: set[int], value: float = math.nan) -> Callable[..., StepLoss]:
     """`loss_and_gradient`, with one entry of the gradient replaced in these calls (counted from 1)."""
     calls = [0]
 
-    def loss(replica: Replica, *args: Any) -> Loss:
+    def loss(replica: Replica, *args: Any) -> StepLoss:
         result = loss_and_gradient(replica, *args)
         calls[0] += 1
         if calls[0] in steps:
@@ -295,10 +295,10 @@ def test_moments_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 # Losses and validations that are not finite
 
 
-def losing(loss: Loss) -> Callable[..., Loss]:
+def losing(loss: StepLoss) -> Callable[..., StepLoss]:
     """`loss_and_gradient`, telling another loss."""
 
-    def told(replica: Replica, *args: Any) -> Loss:
+    def told(replica: Replica, *args: Any) -> StepLoss:
         loss_and_gradient(replica, *args)
         return loss
 
@@ -310,7 +310,7 @@ def test_a_loss_that_is_not_finite_skips_the_step(ce: float, kl: float, monkeypa
     replica = network()
     optimizer = Optimizer(replica)
     before = replica.masters.flat.clone()
-    monkeypatch.setattr(polish, "loss_and_gradient", losing(Loss(ce, kl, torch.empty(0))))
+    monkeypatch.setattr(polish, "loss_and_gradient", losing(StepLoss(ce, kl, 0.0, 0)))
     step = polish.train_step(CONFIG, replica, optimizer, TRAIN, [5, 80], 1)
     assert (step.skipped, step.why) == (True, "the loss is not finite")
     assert torch.equal(replica.masters.flat, before)
@@ -330,7 +330,7 @@ def test_a_gradient_that_vanished_in_an_overflow_skips_the_step() -> None:
 def test_nothing_left_to_learn_is_no_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """KL alone with a student that is the teacher: gradient and loss are 0."""
     replica = network()
-    monkeypatch.setattr(polish, "loss_and_gradient", losing(Loss(3.0, 0.0, torch.empty(0))))
+    monkeypatch.setattr(polish, "loss_and_gradient", losing(StepLoss(3.0, 0.0, 0.0, 0)))
     monkeypatch.setattr(Optimizer, "gradient_norm", lambda optimizer: 0.0)
     config = CONFIG.model_copy(update={"kl": 1.0})
     assert not polish.train_step(config, replica, Optimizer(replica), TRAIN, [5, 80], 1).skipped
@@ -349,7 +349,9 @@ def test_masters_that_are_not_finite_are_never_chosen(monkeypatch: pytest.Monkey
     """However good the perplexity is: a file never gets NaN or Inf."""
     replica = network()
 
-    def train_step(config: Any, replica: Replica, optimizer: Any, train: Any, offsets: Any, number: int) -> Step:
+    def train_step(
+        config: Any, replica: Replica, optimizer: Any, train: Any, offsets: Any, number: int, elements: Any
+    ) -> Step:
         replica.masters.flat[7] = math.inf if number == 2 else 1.0
         return Step(number, 1.0, 0.1, 1.0, 0.0, tuple(offsets))
 
