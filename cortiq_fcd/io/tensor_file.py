@@ -49,8 +49,10 @@ class StoredVector:
                 yield piece.view(np.float32)
 
 
-def write_tensors(path: Path, vectors: Mapping[str, F32 | StoredVector]) -> str:
+def write_tensors(path: Path, vectors: dict[str, F32 | StoredVector]) -> str:
     """Write contiguous f32 vectors, from memory or from other files, whole or not at all.
+
+    `vectors` is emptied: each is let go as soon as it is written.
 
     Returns hash64 of the file, 16 hex digits. Raises ResourceError when it can't be written, and as `pieces` does.
     """
@@ -76,7 +78,7 @@ def open_tensors(path: Path, file_hash: str) -> dict[str, StoredVector]:
         raise ValueError(f"its header is not understood: {error!r}") from error
 
 
-def _fill(file: BinaryIO, vectors: Mapping[str, F32 | StoredVector]) -> str:
+def _fill(file: BinaryIO, vectors: dict[str, F32 | StoredVector]) -> str:
     hasher = Hasher()
     for piece in _contents(vectors):
         for start in range(0, piece.size, _PIECE_BYTES):
@@ -86,9 +88,10 @@ def _fill(file: BinaryIO, vectors: Mapping[str, F32 | StoredVector]) -> str:
     return f"{hasher.digest():016x}"
 
 
-def _contents(vectors: Mapping[str, F32 | StoredVector]) -> Iterator[npt.NDArray[np.uint8]]:
+def _contents(vectors: dict[str, F32 | StoredVector]) -> Iterator[npt.NDArray[np.uint8]]:
     yield np.frombuffer(_head(vectors), np.uint8)
-    for vector in vectors.values():
+    for name in list(vectors):
+        vector = vectors.pop(name)
         if isinstance(vector, StoredVector):
             for piece in vector.pieces():
                 yield piece.view(np.uint8)

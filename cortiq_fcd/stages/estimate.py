@@ -54,7 +54,7 @@ class Memory:
     peak: int
     in_use: int
     available: int | None
-    ahead: int = 0  # `peak` from now on: it leaves out what was in use and is free again
+    ahead: int = 0  # what must be there from now on: `peak` on a slow disk, without what was in use and is free again
     budget: int | None = None
     room: int = 0
 
@@ -111,10 +111,11 @@ def add_up(sizes: Sizes, costs: Costs, savings: Savings) -> Memory:
     activations = int(
         costs.alone + sum(min(inputs, cost) if i in savings.recomputed else cost for i, cost in costs.each.items())
     )
-    # With steps behind a checkpoint, its copy is still being written while they run.
-    overlaps = 0 < train.eval_every < train.steps or train.steps > 25
     copy, best = (0, 0) if savings.on_disk else (3 * weights, weights)
-    at_work = activations + copy if overlaps else max(activations, copy)
+    # With steps behind a checkpoint, its copy is being written while they run. It is freed vector by vector, while
+    # activations come to be; only a disk too slow for that keeps it whole beside them.
+    overlaps = 0 < train.eval_every < train.steps or train.steps > 25
+    at_work, at_worst = max(activations, copy), activations + copy if overlaps else max(activations, copy)
     moments = 2 * weights
     needed = Memory(
         process=costs.in_use + WORKSPACE_BYTES,
@@ -133,8 +134,8 @@ def add_up(sizes: Sizes, costs: Costs, savings: Savings) -> Memory:
         in_use=costs.in_use,
         available=costs.available,
     )
-    ahead = needed.always + max(at_work, costs.evaluation)
-    return replace(needed, peak=max(ahead, costs.peak), ahead=ahead)
+    peak = max(needed.always + max(at_work, costs.evaluation), costs.peak)
+    return replace(needed, peak=peak, ahead=needed.always + max(at_worst, costs.evaluation))
 
 
 def memory(sizes: Sizes, device: torch.device) -> Memory:

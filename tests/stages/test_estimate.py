@@ -110,6 +110,16 @@ def test_memory_adds_up() -> None:
     assert not replace(now, available=now.ahead - now.in_use - 1).fits
 
 
+def test_a_checkpoint_is_told_beside_a_step_only_where_a_slow_disk_may_keep_it() -> None:
+    """What is told is what happens on a usual disk; what must be there is what may happen on any."""
+    costs = estimate.Costs(1000, 0, None, alone=10.0**6, each={}, evaluation=0)
+    settled = sizes()
+    now = estimate.add_up(settled, costs, no_savings(settled.conversion, None))
+    assert now.peak == now.always + max(now.activations, now.checkpoint_copy)
+    assert settled.train.eval_every < settled.train.steps
+    assert now.ahead == now.always + now.activations + now.checkpoint_copy
+
+
 def check_memory(sizes: Sizes, device: torch.device) -> None:
     needed, _ = estimate.settle(sizes, device, None)
     estimate.check_fits(sizes, device, needed)
