@@ -56,7 +56,10 @@ class CorpusConfig(_Config):
 
 
 # What a recipe sets where nothing else is said. The certified one is the defaults of TrainConfig.
-RECIPES: Mapping[Recipe, Mapping[str, Any]] = {"certified": {}, "plus": {"seals": "varied"}}
+RECIPES: Mapping[Recipe, Mapping[str, Any]] = {
+    "certified": {},
+    "plus": {"lr": 2e-4, "seals": "varied", "gain_limit": 1.0, "clip": "layer"},
+}
 
 
 class TrainConfig(_Config):
