@@ -63,6 +63,7 @@ Before = Annotated[
 
 @app.callback()
 def _app(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -73,7 +74,10 @@ def _app(
         ),
     ] = False,
 ) -> None:
-    pass
+    from cortiq_fcd.cli.joining import refuse_several
+
+    if context.invoked_subcommand not in (None, "polish"):
+        refuse_several(str(context.invoked_subcommand))
 
 
 @app.command()
@@ -113,8 +117,7 @@ def polish(
         if dry_run:
             from cortiq_fcd.cli.forecast import forecast_command
 
-            if not is_silent:
-                forecast_command(source, out, settings, listener, ranks, as_json=json, protected=protected)
+            forecast_command(source, out, settings, listener, ranks, as_json=json, protected=protected)
             return
         with interruption.handling(), listener:
             from cortiq_fcd.stages import pipeline  # takes seconds: a terminal shows before that something happens

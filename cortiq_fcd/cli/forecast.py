@@ -23,7 +23,8 @@ MEMORY = {
     "process": "program and libraries",
     "frozen": "weights",
     "teacher": "weights of the teacher file",
-    "buffers": "buffers of streamed weights",
+    "buffers": "buffers of weights not held",
+    "transfers": "buffers of transfers",
     "masters": "masters",
     "gradient": "gradient",
     "moments": "optimizer moments",
@@ -45,15 +46,18 @@ def forecast_command(
     as_json: bool,
     protected: Iterable[Path] = (),
 ) -> None:
-    """Print the forecast. `protected`: as in `pipeline.run`. ResourceError, after it, if the run would not fit."""
+    """Print the forecast, of rank 0. `protected`: as in `pipeline.run`. ResourceError, after it, if the run would not
+    fit.
+    """
     with Interruption().handling(), listener:
         from cortiq_fcd.stages import pipeline  # takes seconds
 
         forecast = pipeline.dry_run(source, out, settings, listener, ranks, protected=protected)
-    if as_json:
+    if ranks.rank == 0 and as_json:
         write_json(json.dumps(asdict(forecast), indent=2) + "\n")
-    else:
+    elif ranks.rank == 0:
         write_text("".join(f"{line}\n" for line in lines(forecast)))
+    ranks.sum([0])  # a rank that leaves early looks lost to one that is slower
     refuse_if_too_large(forecast)
 
 

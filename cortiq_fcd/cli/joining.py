@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from cortiq_fcd.cli import answer_signals
 from cortiq_fcd.cli.signals import Terminated
-from cortiq_fcd.errors import CortiqError, LostRankError, RankEndedError
+from cortiq_fcd.errors import ConfigError, CortiqError, LostRankError, RankEndedError
 from cortiq_fcd.stages.interrupt import Interrupted, Interruption, hear_no_signals
-from cortiq_fcd.stages.launch import Place
+from cortiq_fcd.stages.launch import Place, place
 
 if TYPE_CHECKING:
     from cortiq_fcd.model.ranks import Ranks
@@ -44,8 +44,14 @@ def joined(
         yield ALONE
         return
     from cortiq_fcd.stages.group import Group, meet
-    from cortiq_fcd.stages.roll_call import Farewell, RollCall, Watch
+    from cortiq_fcd.stages.roll_call import Farewell, RollCall, Watch, silence_s
 
+    try:
+        silence_s()
+    except ConfigError as error:
+        if not here.rank:
+            raise
+        raise RankEndedError(error.exit_code) from error  # every rank was given the same
     roll = RollCall(meet(f"roll/{here.restarts}"), here)
 
     def end(lost: list[int]) -> None:
@@ -73,6 +79,20 @@ def joined(
     roll.leave(Farewell(0))
 
 
+def refuse_several(command: str) -> None:
+    """ConfigError, told by one process, if torchrun started several for a command that can't share its work."""
+    here = place()
+    if here is None:
+        return
+    if here.rank:
+        raise RankEndedError(ConfigError.exit_code)
+    then = "; torchrun can polish what it writes" if command == "convert" else ""
+    raise ConfigError(
+        f"{command}: {here.world} processes were started, and only polish shares its work among them",
+        hint=f"give the command without torchrun{then}",
+    )
+
+
 def silent() -> bool:
     """What a rank shows when it is asked to stop: nothing, and that is all there is to show."""
     return True
@@ -90,7 +110,7 @@ def _ending(error: BaseException, roll: RollCall, here: Place, interruption: Int
             return error
         said = roll.farewells(roll.others)
     except RuntimeError:  # the store is gone with the process that started rank 0
-        return error if own.message or not here.rank else _lost([0], here, interruption)
+        return error if own.message or not here.rank else _lost(here.with_the_store, here, interruption)
     missing = [rank for rank in roll.others if rank not in said]
     if missing:
         return _lost(missing, here, interruption)

@@ -155,6 +155,22 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("compute.threads", "--threads", int, "N", MACHINE, "CPU threads; default: all that the process may use"),
     Setting(
+        "compute.shard_optimizer",
+        "--shard-optimizer",
+        bool,
+        "",
+        MACHINE,
+        "divide masters and moments over the processes of torchrun; default: off",
+    ),
+    Setting(
+        "compute.shard_model",
+        "--shard-model",
+        bool,
+        "",
+        MACHINE,
+        "divide frozen layers over the processes of torchrun, at the cost of transfers; default: off",
+    ),
+    Setting(
         "compute.memory_budget",
         "--memory-budget",
         str,

@@ -141,7 +141,8 @@ def report_facts(report: Report) -> list[tuple[str, str]]:
     if recipe.teacher is not None:
         facts.insert(3, ("teacher", recipe.teacher))
     if (peak := report.memory.peak_rss_bytes) is not None:
-        facts.insert(-3, ("memory", f"peak {figures.size(peak)}{_planned(report)}"))
+        each = f" a process, {report.tool.world_size} of them" if report.tool.world_size > 1 else ""
+        facts.insert(-3, ("memory", f"peak {figures.size(peak)}{each}{_planned(report)}"))
     return facts
 
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,21 @@ from cortiq_fcd.io.hashing import Hasher
 F32 = npt.NDArray[np.float32]
 _PIECE_BYTES = 1 << 22
 _MOST_HEADER_BYTES = 1 << 16
+
+
+class InPieces(Protocol):
+    """A vector of `count` numbers that comes in pieces, each valid until the next one."""
+
+    @property
+    def count(self) -> int:
+        """How many numbers."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the numbers."""
+
+    def pieces(self) -> Iterator[F32]:
+        """The numbers."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +64,8 @@ class StoredVector:
                 yield piece.view(np.float32)
 
 
-def write_tensors(path: Path, vectors: dict[str, F32 | StoredVector]) -> str:
-    """Write contiguous f32 vectors, from memory or from other files, whole or not at all.
+def write_tensors(path: Path, vectors: dict[str, F32 | InPieces]) -> str:
+    """Write contiguous f32 vectors, from memory or piece by piece, whole or not at all.
 
     `vectors` is emptied: each is let go as soon as it is written.
 
@@ -78,7 +93,7 @@ def open_tensors(path: Path, file_hash: str) -> dict[str, StoredVector]:
         raise ValueError(f"its header is not understood: {error!r}") from error
 
 
-def _fill(file: BinaryIO, vectors: dict[str, F32 | StoredVector]) -> str:
+def _fill(file: BinaryIO, vectors: dict[str, F32 | InPieces]) -> str:
     hasher = Hasher()
     for piece in _contents(vectors):
         for start in range(0, piece.size, _PIECE_BYTES):
@@ -88,21 +103,21 @@ def _fill(file: BinaryIO, vectors: dict[str, F32 | StoredVector]) -> str:
     return f"{hasher.digest():016x}"
 
 
-def _contents(vectors: dict[str, F32 | StoredVector]) -> Iterator[npt.NDArray[np.uint8]]:
+def _contents(vectors: dict[str, F32 | InPieces]) -> Iterator[npt.NDArray[np.uint8]]:
     yield np.frombuffer(_head(vectors), np.uint8)
     for name in list(vectors):
         vector = vectors.pop(name)
-        if isinstance(vector, StoredVector):
+        if not isinstance(vector, np.ndarray):
             for piece in vector.pieces():
                 yield piece.view(np.uint8)
         else:
             yield vector.reshape(-1).view(np.uint8)
 
 
-def _head(vectors: Mapping[str, F32 | StoredVector]) -> bytes:
+def _head(vectors: Mapping[str, F32 | InPieces]) -> bytes:
     entries, at = {}, 0
     for name, vector in vectors.items():
-        shape = [vector.count] if isinstance(vector, StoredVector) else list(vector.shape)
+        shape = list(vector.shape) if isinstance(vector, np.ndarray) else [vector.count]
         entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + vector.nbytes]}
         at += vector.nbytes
     text = json.dumps(entries).encode()

@@ -54,7 +54,12 @@ def new_moments(parameters: Tensor) -> Moments:
 
 def gradient_norm(gradient: Tensor) -> float:
     """Euclidean norm of the flat gradient [P]; slices are summed in f64."""
-    return math.sqrt(sum(torch.dot(part, part).item() for part in torch.split(gradient, SLICE)))
+    return math.sqrt(sum_of_squares(gradient))
+
+
+def sum_of_squares(gradient: Tensor) -> float:
+    """The square of `gradient_norm`."""
+    return sum(torch.dot(part, part).item() for part in torch.split(gradient, SLICE))
 
 
 def adamw_step(parameters: Tensor, gradient: Tensor, moments: AnyMoments, lr: float, norm: float) -> None:

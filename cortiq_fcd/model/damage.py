@@ -19,7 +19,7 @@ def damage_by_layer(replica: Replica, ids: Tensor, layers: Iterable[int]) -> dic
     """
     weights, seal = replica.weights, replica.conversion.seal
     o1 = replica.o1(seal, ids.shape[1])
-    order = list(visits(weights))
+    order = list(visits(weights.plan))
     at, x = 0, embed(ids, weights.embed, weights.plan.embed_multiplier)
     exact = head_rows(_tail(run_visits(x, weights, order, ids, None, ()), seal, ids), weights)
     found = {}

@@ -49,7 +49,7 @@ class Decoder:
         self._served = served
         self._capacity = capacity
         self._angles = rotations(self.weights, capacity)
-        self._order = list(visits(self.weights))
+        self._order = list(visits(self.weights.plan))
         self._states: list[State] = []
 
     def prompt(self, ids: Tensor) -> Tensor:
@@ -168,7 +168,10 @@ def _attention_step(n1: Tensor, weights: AttentionWeights, state: StreamState | 
 def greedy(
     replica: Replica, prompts: Tensor, new_tokens: int, eos_ids: tuple[int, ...], *, student: bool, served: bool
 ) -> list[list[int]]:
-    """Greedy continuations of prompts [B, T]: at most `new_tokens` ids each; an eos id ends one and counts."""
+    """Greedy continuations of prompts [B, T]: at most `new_tokens` ids each; an eos id ends one and counts.
+
+    Ranks that have a model in common go on together, until none wants another token.
+    """
     decoder = Decoder(replica, student=student, served=served, capacity=prompts.shape[1] + new_tokens)
     # Neither a soft cap nor a positive multiplier moves the largest logit.
     head = decoder.weights.head
@@ -181,7 +184,7 @@ def greedy(
         tokens = torch.argmax(hidden @ head.T, -1)
         columns.append(tokens)
         running &= ~torch.isin(tokens, stops)
-        if count + 1 == new_tokens or not bool(running.any()):
+        if count + 1 == new_tokens or not decoder.weights.any_rank(bool(running.any())):
             break
         hidden = decoder.step(tokens)
     return [_until_eos(row, eos_ids) for row in torch.stack(columns, 1).tolist()]

@@ -142,7 +142,7 @@ def _feed_forward_bwd(dy: Tensor, saved: FfnSaved, weights: LayerWeights, grads:
     dact = linear_bwd_input(dy, weights.down)
     dgate_up = swiglu.swiglu_bwd(dact, saved.swiglu).dgate_up
     norm = rmsnorm.rmsnorm_bwd(linear_bwd_input(dgate_up, weights.gate_up), saved.norm)
-    if grads is not None:
+    if grads is not None:  # only now: gradients may be written over the weights
         linear_bwd_weight(dy, saved.act, out=grads.down)
         linear_bwd_weight(dgate_up, saved.n2, out=grads.gate_up)
         grads.post_norm.copy_(norm.dw)

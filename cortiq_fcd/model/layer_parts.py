@@ -51,17 +51,24 @@ def part_numbers(plan: ModelPlan, part: Part) -> int:
     return sum(_aligned(math.prod(_stacked_shape(plan, names))) for names in _names(plan, index, kind).values())
 
 
-def read_part(plan: ModelPlan, fill: Fill, part: Part, buffer: Tensor) -> Matrices:
-    """The matrices of a part, read into the beginning of a flat buffer."""
+def part_matrices(plan: ModelPlan, part: Part, buffer: Tensor) -> Matrices:
+    """The beginning of a flat buffer, as the matrices of a part."""
     index, kind = part
     matrices: Matrices = {}
     at = 0
     for field, names in _names(plan, index, kind).items():
         shape = _stacked_shape(plan, names)
-        matrix = buffer[at : at + math.prod(shape)].view(shape)
-        fill_stacked(plan, fill, names, matrix)
-        matrices[field] = matrix
-        at += _aligned(matrix.numel())
+        matrices[field] = buffer[at : at + math.prod(shape)].view(shape)
+        at += _aligned(math.prod(shape))
+    return matrices
+
+
+def read_part(plan: ModelPlan, fill: Fill, part: Part, buffer: Tensor) -> Matrices:
+    """The matrices of a part, read into the beginning of a flat buffer."""
+    index, kind = part
+    matrices = part_matrices(plan, part, buffer)
+    for field, names in _names(plan, index, kind).items():
+        fill_stacked(plan, fill, names, matrices[field])
     return matrices
 
 

@@ -40,7 +40,8 @@ def perplexity_at(
     """
     weights = replica.weights if student else replica.teacher
     device = replica.weights.embed.device
-    own, size = list(share(ranks, offsets)), batch // ranks.world
+    counted, size = list(share(ranks, offsets)), batch // ranks.world
+    own = counted or offsets[:1]  # ranks may have a model in common: none can leave a pass out
     batches = [windows(ids, own[start : start + size], seq, device) for start in range(0, len(own), size)]
     seal = replica.conversion.seal if student else None
     total = 0.0
@@ -48,7 +49,8 @@ def perplexity_at(
     for rows, (_, targets) in zip(hidden, batches, strict=True):
         if keep is not None:
             keep(rows)
-        total += nll_sum(rows, weights.head, targets.reshape(-1), softcap=weights.plan.logit_softcap)
+        nll = nll_sum(rows, weights.head, targets.reshape(-1), softcap=weights.plan.logit_softcap)
+        total += nll if counted else 0.0
     mean = ranks.sum([total])[0] / (len(offsets) * seq)
     # exp overflows past 709 nats, which only a broken model reaches.
     return math.exp(mean) if mean < 700 else math.inf

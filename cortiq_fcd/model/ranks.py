@@ -56,6 +56,15 @@ class Ranks(Protocol):
     def collect(self, part: Tensor, out: Tensor) -> Pending:
         """`out` [world * n] gets the `part` [n] of every rank; `part` may be this rank's place in `out`."""
 
+    def gather(self, part: Tensor, out: Tensor | None) -> None:
+        """`out` [world * n], given on rank 0 alone, gets the `part` [n] of every rank."""
+
+    def deal(self, parts: Tensor | None, out: Tensor) -> None:
+        """`out` [n] gets its part of `parts` [world * n], which are given on rank 0 alone."""
+
+    def broadcast(self, values: Tensor, source: int) -> Pending:
+        """Overwrite `values` by those of rank `source`."""
+
 
 class _Done:
     def wait(self) -> None:
@@ -86,6 +95,20 @@ class Alone:
     def collect(self, part: Tensor, out: Tensor) -> Pending:
         """Copy."""
         out.copy_(part)
+        return _Done()
+
+    def gather(self, part: Tensor, out: Tensor | None) -> None:
+        """Copy."""
+        assert out is not None
+        out.copy_(part)
+
+    def deal(self, parts: Tensor | None, out: Tensor) -> None:
+        """Copy."""
+        assert parts is not None
+        out.copy_(parts)
+
+    def broadcast(self, values: Tensor, source: int) -> Pending:
+        """Nothing to do."""
         return _Done()
 
 

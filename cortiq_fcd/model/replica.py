@@ -92,9 +92,16 @@ def new_replica(
     recomputed: frozenset[int] = frozenset(),
     *,
     parts: int = 1,
+    in_place: bool = False,
 ) -> Replica:
-    """A replica whose masters start as the frozen weights; its flat buffers can be cut into `parts` equal ones."""
-    masters, gradient = (_flat_views(weights, conversion.layers, parts) for _ in range(2))
+    """A replica whose masters start as the frozen weights; its flat buffers can be cut into `parts` equal ones.
+
+    `in_place`: the gradient is written over the masters, of which somebody else must have copies, where it can be: a
+    looped model needs its weights again.
+    """
+    masters = _flat_views(weights, conversion.layers, parts)
+    in_place = in_place and weights.plan.num_loops == 1
+    gradient = masters if in_place else _flat_views(weights, conversion.layers, parts)
     replica = Replica(weights, teacher or weights, conversion, masters, gradient, recomputed=recomputed)
     reset_masters(replica)
     return replica
@@ -139,9 +146,8 @@ def rotations(weights: FrozenWeights, positions: int) -> Angles:
     return {plan: rotation(positions, plan.frequencies, plan.magnitude, like=weights.embed) for plan in plans}
 
 
-def visits(weights: FrozenWeights) -> Iterator[int | None]:
+def visits(plan: ModelPlan) -> Iterator[int | None]:
     """Layer numbers in the order in which they run; null is the final norm between two loops of a looped model."""
-    plan = weights.plan
     for loop in range(plan.num_loops):
         if loop and plan.loop_norm:
             yield None
@@ -178,7 +184,7 @@ def hidden_batches(
     o1 = replica.o1(seal, positions) if student and seal is not None else None
     angles = rotations(weights, positions)
     xs = [embed(ids, weights.embed, weights.plan.embed_multiplier) for ids in batches]
-    order = list(visits(weights))
+    order = list(visits(weights.plan))
     for i, layer in zip(order, weights.along(order, hold=True), strict=True):
         for k, ids in enumerate(batches):
             if layer is None:
@@ -245,7 +251,7 @@ def loss_and_gradient(
     student.release()
     teacher.release()
     # What lies below the first trained layer needs no backward; a teacher that is the same model shares it.
-    order, below = list(visits(student)), min(replica.conversion.layers)
+    order, below = list(visits(student.plan)), min(replica.conversion.layers)
     converted = replica.conversion.converted
     clock = replica.clock
     exact: list[Tensor] | None = [] if elements.match else None
@@ -258,8 +264,8 @@ def loss_and_gradient(
             teacher_x = run_visits(x, teacher, order[below:], ids, None, (), outputs=exact)
         else:
             teacher_x = embed(ids, teacher.embed, teacher.plan.embed_multiplier)
-            teacher_x = run_visits(teacher_x, teacher, list(visits(teacher))[:below], ids, None, ())
-            teacher_x = run_visits(teacher_x, teacher, list(visits(teacher))[below:], ids, None, (), outputs=exact)
+            teacher_x = run_visits(teacher_x, teacher, list(visits(teacher.plan))[:below], ids, None, ())
+            teacher_x = run_visits(teacher_x, teacher, list(visits(teacher.plan))[below:], ids, None, (), outputs=exact)
         teacher_rows = head_rows(teacher_x, teacher)
         del teacher_x
 

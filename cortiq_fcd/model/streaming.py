@@ -1,7 +1,7 @@
-"""Parts of layers that are read from the file whenever they are visited, so that a model may be larger than memory.
+"""Parts of layers that are fetched whenever they are visited, so that a model may be larger than memory.
 
-They go into one of two buffers, the next one by a thread while the present one computes. Evaluations, which need no
-gradient and no activations, may hold parts as long as there is room; the next training step releases them.
+They go into one of two buffers, the next one while the present one computes. Evaluations, which need no gradient and no
+activations, may hold parts as long as there is room; the next training step releases them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,15 +32,32 @@ class Room:
         return fits
 
 
+class Source(Protocol):
+    """Where parts come from."""
+
+    def read(self, parts: tuple[Part, ...], following: tuple[Part, ...]) -> dict[Part, Matrices]:
+        """The matrices of some parts, in memory until the next call; meanwhile the parts that follow are fetched."""
+
+    def any_rank(self, wanted: bool) -> bool:
+        """Whether another pass over the layers is wanted: by this rank, or by any that this source needs for it."""
+
+
 class Streaming:
     """What completes layers whose `parts` are not in memory."""
 
     def __init__(
-        self, plan: ModelPlan, fill: Fill, device: torch.device, parts: frozenset[Part], room: Room | None = None
+        self,
+        plan: ModelPlan,
+        fill: Fill,
+        device: torch.device,
+        parts: frozenset[Part],
+        room: Room | None = None,
+        source: Source | None = None,
     ) -> None:
+        """`source`: where parts come from, by default the file that `fill` reads."""
         self.parts = parts
+        self.source = source or _FromFile(plan, fill, device)
         self._plan, self._fill = plan, fill
-        self._stream = _Stream(plan, fill, device)
         self._held = _Held(room or Room())
 
     def without(self, parts: frozenset[Part]) -> Streaming:
@@ -62,14 +80,14 @@ class Streaming:
             found = {part: self._held.parts[part] for part in self._of(i) if part in self._held.parts}
             wanted = self._missing(i)
             if wanted:
-                read = self._stream.read(wanted, self._next(order[at + 1 :]))
+                read = self.source.read(wanted, self._next(order[at + 1 :]))
                 if hold:
                     self._held.offer(read)
                 found |= read
             yield with_matrices(layers[i], found.get((i, "mixer"), {}), found.get((i, "ffn"), {}))
 
     def fill_ffn(self, index: int, gate_up: Tensor, down: Tensor) -> None:
-        """Read a layer's feed-forward matrices to where they are wanted, past the buffers."""
+        """Read a layer's feed-forward matrices from the file to where they are wanted, past the buffers."""
         layer = self._plan.layers[index]
         fill_stacked(self._plan, self._fill, (layer.gate_proj, layer.up_proj), gate_up)
         self._fill(layer.down_proj, down)
@@ -112,49 +130,71 @@ class _Held:
         self._nbytes = 0
 
 
-@dataclass
-class _Slot:
-    buffer: Tensor
-    parts: dict[Part, Matrices]
+class Slots:
+    """Two buffers that are filled in turn, and which parts are in them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._parts: list[tuple[Part, ...]] = [(), ()]
+        self._buffers = [torch.empty(0, device=device) for _ in range(2)]
+        self._last = 0  # the one in use
+
+    def take(self, parts: tuple[Part, ...]) -> tuple[int, bool]:
+        """The buffer to use for these parts, and whether it has to be filled first."""
+        self._last, missing = self._find(parts)
+        return self._last, missing
+
+    def prepare(self, parts: tuple[Part, ...]) -> int | None:
+        """The buffer to fill with parts that come next, beside the one in use; null if there is nothing to do."""
+        at, missing = self._find(parts)
+        return at if missing else None
+
+    def buffer(self, at: int, numbers: int) -> Tensor:
+        """Room in a buffer."""
+        if self._buffers[at].numel() < numbers:
+            self._buffers[at] = self._buffers[at].new_empty(0)  # the old one goes first
+            self._buffers[at] = self._buffers[at].new_empty(numbers)
+        return self._buffers[at][:numbers]
+
+    def _find(self, parts: tuple[Part, ...]) -> tuple[int, bool]:
+        for at, there in enumerate(self._parts):
+            if set(parts) <= set(there):
+                return at, False
+        at = 1 - self._last
+        self._parts[at] = parts
+        return at, True
 
 
-class _Stream:
-    """Two buffers that are read into in turn."""
+class _FromFile:
+    """Parts that are read from the file, the next ones by a thread."""
 
     def __init__(self, plan: ModelPlan, fill: Fill, device: torch.device) -> None:
         self._plan, self._fill = plan, fill
-        self._slots = [_Slot(torch.empty(0, device=device), {}) for _ in range(2)]
-        self._last = 0  # the slot in use
+        self._slots = Slots(device)
+        self._matrices: list[dict[Part, Matrices]] = [{}, {}]
         self._thread = ThreadPoolExecutor(1, "weights")
         self._reading: Future[None] | None = None
 
     def read(self, parts: tuple[Part, ...], following: tuple[Part, ...]) -> dict[Part, Matrices]:
-        """The matrices of some parts, in memory until the next call; meanwhile the parts that follow are read."""
-        self._finish()
-        found = self._where(parts)
-        if found is None:
-            found = 1 - self._last
-            self._load(self._slots[found], parts)
-        self._last = found
-        if following and self._where(following) is None:
-            self._reading = self._thread.submit(self._load, self._slots[1 - found], following)
-        return {part: self._slots[found].parts[part] for part in parts}
-
-    def _finish(self) -> None:
+        """See `Source`."""
         reading, self._reading = self._reading, None
         if reading is not None:
             reading.result()
+        at, missing = self._slots.take(parts)
+        if missing:
+            self._load(at, parts)
+        ahead = self._slots.prepare(following)
+        if ahead is not None:
+            self._reading = self._thread.submit(self._load, ahead, following)
+        return {part: self._matrices[at][part] for part in parts}
 
-    def _where(self, parts: tuple[Part, ...]) -> int | None:
-        return next((k for k, slot in enumerate(self._slots) if all(part in slot.parts for part in parts)), None)
+    def any_rank(self, wanted: bool) -> bool:
+        """See `Source`: every rank has its own file."""
+        return wanted
 
-    def _load(self, slot: _Slot, parts: tuple[Part, ...]) -> None:
-        slot.parts = {}
+    def _load(self, at: int, parts: tuple[Part, ...]) -> None:
+        self._matrices[at] = {}
         numbers = [part_numbers(self._plan, part) for part in parts]
-        if slot.buffer.numel() < sum(numbers):
-            slot.buffer = slot.buffer.new_empty(0)  # the old one goes first
-            slot.buffer = slot.buffer.new_empty(sum(numbers))
-        pieces = torch.split(slot.buffer[: sum(numbers)], numbers)
-        slot.parts = {
+        pieces = torch.split(self._slots.buffer(at, sum(numbers)), numbers)
+        self._matrices[at] = {
             part: read_part(self._plan, self._fill, part, piece) for part, piece in zip(parts, pieces, strict=True)
         }

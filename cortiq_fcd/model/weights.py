@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cortiq_fcd.model.broadcasts import Broadcasts
 from cortiq_fcd.model.layer import LayerWeights
-from cortiq_fcd.model.layer_parts import Fill, LayerLoader, Part
+from cortiq_fcd.model.layer_parts import Fill, Kind, LayerLoader, Part
 from cortiq_fcd.model.plan import ModelPlan
+from cortiq_fcd.model.ranks import Ranks
 from cortiq_fcd.model.streaming import Room, Streaming
 
 
@@ -45,6 +47,10 @@ class FrozenWeights:
             gate_up.copy_(self.layers[index].gate_up)
             down.copy_(self.layers[index].down)
 
+    def any_rank(self, wanted: bool) -> bool:
+        """Whether another pass over the layers is wanted: by this rank, or by any that must make the same passes."""
+        return wanted if self.streaming is None else self.streaming.source.any_rank(wanted)
+
     def release(self) -> None:
         """Let go of what evaluations have held."""
         if self.streaming is not None:
@@ -57,12 +63,18 @@ def load_weights(
     device: torch.device,
     streamed: frozenset[Part] = frozenset(),
     room: Room | None = None,
+    divided: Ranks | None = None,
 ) -> FrozenWeights:
     """Read every tensor that the plan names, one at a time, straight to its place on the device.
 
     `fill` null: weights of 0. `streamed`: parts of layers that are not read now but whenever they are visited; `room`:
-    where evaluations may hold some of them.
+    where evaluations may hold some of them. `divided`: all other parts lie on these ranks, each on one.
     """
+    source = None
+    if divided is not None and fill is not None:
+        kinds: tuple[Kind, Kind] = ("mixer", "ffn")
+        parts = frozenset((i, kind) for i in range(len(plan.layers)) for kind in kinds)
+        source, streamed = Broadcasts(plan, fill, device, parts - streamed, divided), parts
     loader = LayerLoader(plan, fill, device)
     embed = loader.one(plan.embed)
     head = embed if plan.tied else loader.one(plan.head)
@@ -76,7 +88,7 @@ def load_weights(
         final_norm=loader.one(plan.final_norm),
         # Rows past the vocabulary are padding: they must not take part in the softmax.
         head=head if len(head) == plan.vocab_size else head[: plan.vocab_size],
-        streaming=Streaming(plan, fill, device, streamed, room) if fill is not None and streamed else None,
+        streaming=Streaming(plan, fill, device, streamed, room, source) if fill is not None and streamed else None,
     )
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
-from torch import Tensor
 
 from cortiq_fcd.io.layout import DType
-from cortiq_fcd.io.tensor_file import StoredVector
 from cortiq_fcd.model.replica import Replica
+from cortiq_fcd.model.vectors import Vector
 
 
 @dataclass(frozen=True)
@@ -142,10 +141,6 @@ class TrainingRecord:
     best: Evaluation | None
     evaluations: tuple[Evaluation, ...]
     steps: tuple[Step, ...]
-
-
-Vector: TypeAlias = Tensor | StoredVector
-"""Numbers [P] in memory or in a file."""
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,11 @@ import contextlib
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from cortiq_fcd.errors import ResourceError
 from cortiq_fcd.io.tensor_file import StoredVector, open_tensors, write_tensors
-from cortiq_fcd.stages.artefacts import Vector
+from cortiq_fcd.model.vectors import Held, read_vector
 from cortiq_fcd.stages.checkpoint_folder import BEST
 
 
@@ -19,10 +18,10 @@ class Best(Protocol):
     """Keeps one vector, null at first."""
 
     @property
-    def vector(self) -> Vector | None:
+    def vector(self) -> Held | None:
         """What is kept."""
 
-    def keep(self, values: Vector | None, step: int) -> None:
+    def keep(self, values: Held | None, step: int) -> None:
         """Keep a copy of these values, of this step, in place of others."""
 
 
@@ -32,7 +31,7 @@ class BestInMemory:
     def __init__(self) -> None:
         self.vector: Tensor | None = None
 
-    def keep(self, values: Vector | None, step: int) -> None:
+    def keep(self, values: Held | None, step: int) -> None:
         """See `Best`. Raises what reading stored values does."""
         self.vector = None  # frees the old one before the new one is made
         if values is not None:
@@ -60,7 +59,7 @@ class BestOnDisk:
                 hint="the same command goes on from the last checkpoint",
             ) from error
 
-    def keep(self, values: Vector | None, step: int) -> None:
+    def keep(self, values: Held | None, step: int) -> None:
         """See `Best`. ResourceError if it can't be written."""
         path = None
         if values is not None:
@@ -72,19 +71,3 @@ class BestOnDisk:
             if old != path:
                 with contextlib.suppress(OSError):
                     old.unlink()
-
-
-def read_vector(vector: Vector, out: Tensor | None = None) -> Tensor:
-    """The numbers of a vector, into `out` where given. ResourceError if its file has gone bad."""
-    if isinstance(vector, Tensor):
-        return vector if out is None else out.copy_(vector)
-    if out is None:
-        out = torch.empty(vector.count)
-    at = 0
-    try:
-        for piece in vector.pieces():
-            out[at : at + piece.size].copy_(torch.from_numpy(piece))
-            at += piece.size
-    except (OSError, ValueError) as error:
-        raise ResourceError(f"{vector.path}: can't be read back ({error})") from error
-    return out

@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
 
 from cortiq_fcd.errors import CortiqError
 from cortiq_fcd.io.atomic import write_atomically
 from cortiq_fcd.io.hashing import hash64
 from cortiq_fcd.io.paths import is_regular
-from cortiq_fcd.io.tensor_file import F32, StoredVector, open_tensors, write_tensors
+from cortiq_fcd.io.tensor_file import F32, InPieces, StoredVector, open_tensors, write_tensors
+from cortiq_fcd.model.vectors import OnRank0, Vector
 from cortiq_fcd.stages import checkpoint_folder
-from cortiq_fcd.stages.artefacts import Before, TrainingRecord, TrainingState, Vector
+from cortiq_fcd.stages.artefacts import Before, TrainingRecord, TrainingState
 from cortiq_fcd.stages.checkpoint_folder import (
     ANNOUNCEMENT,
     finished,
@@ -172,7 +174,7 @@ class Checkpoints:
     def _is_writing(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _write(self, record: TrainingRecord, tensors: dict[str, F32 | StoredVector], before: Before) -> None:
+    def _write(self, record: TrainingRecord, tensors: dict[str, F32 | InPieces], before: Before) -> None:
         try:
             path = free_name(self.folder)
             tensors_hash = write_tensors(path.with_suffix(".safetensors"), tensors)
@@ -217,8 +219,11 @@ def _state(record: TrainingRecord, stored: Mapping[str, StoredVector]) -> Traini
     return TrainingState(record, stored["masters"], stored["first"], stored["second"], best, stored.get("average"))
 
 
-def _on_cpu(vector: Vector, *, copy: bool) -> F32 | StoredVector:
-    return vector if isinstance(vector, StoredVector) else vector.to("cpu", copy=copy).numpy()
+def _on_cpu(vector: Vector, *, copy: bool) -> F32 | InPieces:
+    if isinstance(vector, Tensor):
+        return vector.to("cpu", copy=copy).numpy()
+    assert not isinstance(vector, OnRank0)  # what is saved is here
+    return vector
 
 
 def _differences(recorded: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:

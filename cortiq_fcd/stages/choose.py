@@ -68,9 +68,11 @@ def settle(
     estimate.check_fits(job.sizes, device, job.memory)
     layers: list[int] = []
     costs = None
-    if ranks.rank == 0:
+    divided = ranks if job.sizes.sharding.model else None
+    if ranks.rank == 0 or divided is not None:  # all must visit the layers of a divided model
         with progress.stage("dequantize", f"{len(job.plan.shapes)} tensors, {job.plan.params:,} weights"):
-            weights = dequantize.run(model, job.plan, device, job.savings.streamed, Room(job.memory.room))
+            room = Room(job.memory.room)
+            weights = dequantize.run(model, job.plan, device, job.savings.streamed, room, divided)
         text, train = job.corpus.train, config.train
         offsets = validation_offsets(len(text), train.seq, CALIBRATION_WINDOWS)
         choice = run(count, untrained(weights, possible), text, offsets, train, progress)

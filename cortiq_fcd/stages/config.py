@@ -147,6 +147,12 @@ class ComputeConfig(_Config):
         description="of the factors of matrix products; auto is f32: bf16 is faster and learns a little worse",
     )
     threads: int | None = Field(default=None, ge=1, description="CPU threads; default: all the process may use")
+    shard_optimizer: bool = Field(
+        default=False, description="divide masters and moments over the processes that torchrun started"
+    )
+    shard_model: bool = Field(
+        default=False, description="divide frozen layers over the processes that torchrun started"
+    )
     memory_budget: int | None = Field(
         default=None,
         ge=1,

@@ -19,6 +19,7 @@ from cortiq_fcd.io.planned import AnyModel
 from cortiq_fcd.io.reader import CmfModel
 from cortiq_fcd.model.layer_parts import Part
 from cortiq_fcd.model.plan import ModelPlan
+from cortiq_fcd.model.ranks import Ranks
 from cortiq_fcd.model.streaming import Room
 from cortiq_fcd.model.weights import FrozenWeights, load_weights
 
@@ -33,13 +34,14 @@ def run(
     device: torch.device,
     streamed: frozenset[Part] = frozenset(),
     room: Room | None = None,
+    divided: Ranks | None = None,
 ) -> FrozenWeights:
-    """Decode the tensors that the plan names; `streamed` and `room` as in `load_weights`, which need an open model.
+    """Decode the tensors that the plan names; the last three arguments as in `load_weights`. The model must stay open.
 
     Raises CmfFormatError (damaged) or NonFiniteWeightsError, both exit 3: at once, or when a streamed part is visited
     for the first time.
     """
-    return load_weights(plan, Unpacker(model), device, streamed, room)
+    return load_weights(plan, Unpacker(model), device, streamed, room, divided)
 
 
 def unpack_bytes(model: AnyModel, plan: ModelPlan) -> int:

@@ -12,12 +12,25 @@ import torch
 
 from cortiq_fcd.errors import ResourceError
 from cortiq_fcd.kernels.ce_kl import CHUNK_BYTES, COPIES
+from cortiq_fcd.model.gradient_sum import BUCKET_ELEMENTS
+from cortiq_fcd.model.layer_parts import Part
+from cortiq_fcd.model.plan import ModelPlan
 from cortiq_fcd.model.stored_moments import BUFFER_BYTES
 from cortiq_fcd.model.windows import FINAL_ROUNDS
 from cortiq_fcd.stages.capacity import available_bytes, peak_resident_bytes, resident_bytes, trim
 from cortiq_fcd.stages.durations import Time
 from cortiq_fcd.stages.miniature import peak_bytes
-from cortiq_fcd.stages.savings import Savings, buffer_bytes, ladder, no_savings, streamed_bytes, unused_parts
+from cortiq_fcd.stages.savings import (
+    Savings,
+    all_parts,
+    buffer_bytes,
+    divided_bytes,
+    ladder,
+    no_savings,
+    streamed_bytes,
+    unused_parts,
+)
+from cortiq_fcd.stages.sharding import Sharding
 from cortiq_fcd.stages.works import Sizes, decode, miniatures, step, validate
 
 WORD_BYTES = 4
@@ -51,6 +64,7 @@ class Memory:
     logits: int
     checkpoint_copy: int
     evaluation: int
+    transfers: int
     peak: int
     in_use: int
     available: int | None
@@ -62,7 +76,7 @@ class Memory:
     def always(self) -> int:
         """What is there in steps and in evaluations alike."""
         weights = self.masters + self.gradient + self.moments + self.best
-        return self.process + self.frozen + self.teacher + self.buffers + weights
+        return self.process + self.frozen + self.teacher + self.buffers + self.transfers + weights
 
     @property
     def fits(self) -> bool:
@@ -91,51 +105,66 @@ def measure(sizes: Sizes, device: torch.device) -> Costs:
     evaluation = _evaluation_bytes(sizes, device)
     trim()
     in_use, available = _machine(device)
+    if device.type == "cpu" and available is not None:
+        available //= sizes.sharding.local_world  # each process on this machine counts on its part
     return Costs(in_use, peak, available, alone, each, evaluation)
 
 
 def add_up(sizes: Sizes, costs: Costs, savings: Savings) -> Memory:
     """The memory of a run: the device's if it is an accelerator, else the machine's."""
     plan, train = sizes.plan, sizes.train
-    weights = sizes.trained * WORD_BYTES
-    used = savings.streamed - unused_parts(sizes.conversion, sizes.teacher_plan)
-    frozen = plan.params * WORD_BYTES - streamed_bytes(plan, savings.streamed)
-    buffers = buffer_bytes(plan, used)
+    weights, sharding = sizes.trained * WORD_BYTES, sizes.sharding
+    unused = unused_parts(sizes.conversion, sizes.teacher_plan)
+    frozen, buffers = _frozen(plan, savings.streamed, unused, sharding)
     teacher = 0
     if sizes.teacher_plan is not None:
-        teacher = sizes.teacher_plan.params * WORD_BYTES - streamed_bytes(sizes.teacher_plan, savings.teacher_streamed)
-        buffers += buffer_bytes(sizes.teacher_plan, savings.teacher_streamed)
+        teacher, more = _frozen(sizes.teacher_plan, savings.teacher_streamed, frozenset(), sharding)
+        buffers += more
     if buffers:
         buffers += sizes.unpack_bytes
     inputs = plan.num_loops * train.batch * train.seq * plan.hidden_size * WORD_BYTES
     activations = int(
         costs.alone + sum(min(inputs, cost) if i in savings.recomputed else cost for i, cost in costs.each.items())
     )
-    copy, best = (0, 0) if savings.on_disk else (3 * weights, weights)
+    # Divided masters are not where the gradient is: that is written over copies of them, unless layers run twice.
+    own = -(-weights // sharding.world) if sharding.optimizer else weights
+    gradient = 2 * weights if sharding.optimizer and plan.num_loops > 1 else weights
+    copy, best = (0, 0) if savings.on_disk else (0 if sharding.optimizer else 3 * weights, own)
     # With steps behind a checkpoint, its copy is being written while they run. It is freed vector by vector, while
     # activations come to be; only a disk too slow for that keeps it whole beside them.
     overlaps = 0 < train.eval_every < train.steps or train.steps > 25
     at_work, at_worst = max(activations, copy), activations + copy if overlaps else max(activations, copy)
-    moments = 2 * weights
+    moments = 2 * own
     needed = Memory(
         process=costs.in_use + WORKSPACE_BYTES,
         frozen=frozen,
         teacher=teacher,
         buffers=buffers,
-        masters=weights,
-        gradient=weights,
+        masters=own,
+        gradient=gradient,
         moments=min(moments, BUFFER_BYTES) if savings.moments_on_disk else moments,
         best=best + (weights if train.ema else 0),  # and the average, which may become the best
         activations=activations,
         logits=min(CHUNK_BYTES, train.batch * train.seq * sizes.plan.vocab_size * WORD_BYTES * COPIES),
         checkpoint_copy=copy,
         evaluation=costs.evaluation,
+        transfers=min(weights, BUCKET_ELEMENTS * WORD_BYTES) if sharding.world > 1 else 0,
         peak=0,
         in_use=costs.in_use,
         available=costs.available,
     )
     peak = max(needed.always + max(at_work, costs.evaluation), costs.peak)
     return replace(needed, peak=peak, ahead=needed.always + max(at_worst, costs.evaluation))
+
+
+def _frozen(plan: ModelPlan, streamed: frozenset[Part], unused: frozenset[Part], sharding: Sharding) -> tuple[int, int]:
+    """Memory of a model's weights on the rank with the most, and of the buffers for what is not there."""
+    frozen = plan.params * WORD_BYTES - streamed_bytes(plan, streamed)
+    if not sharding.model:
+        return frozen, buffer_bytes(plan, streamed - unused)
+    divided = all_parts(plan) - streamed
+    own = divided_bytes(plan, divided, sharding.world)
+    return frozen - streamed_bytes(plan, divided) + own, buffer_bytes(plan, divided)
 
 
 def memory(sizes: Sizes, device: torch.device) -> Memory:
@@ -174,19 +203,16 @@ class Forecast:
     warnings: list[str]
 
 
-def settle(sizes: Sizes, device: torch.device, budget: int | None, processes: int = 1) -> tuple[Memory, Savings]:
+def settle(sizes: Sizes, device: torch.device, budget: int | None) -> tuple[Memory, Savings]:
     """How the run will live within the budget, and the memory it needs. Null: within what there is, saving only if it
-    must; what it needs may still not be there.
+    must; what it needs may still not be there. Several processes can't save.
 
-    `processes` of it begin on this machine at once, and each counts on its part of what is there; they can't save.
     ResourceError (exit 6) if no savings bring it within the budget, with the smallest that would do.
     """
     check_least(sizes, device)
     costs = measure(sizes, device)
-    if device.type == "cpu" and costs.available is not None:
-        costs = replace(costs, available=costs.available // processes)
     if budget is None:
-        return _within_the_machine(sizes, costs, may_save=processes == 1)
+        return _within_the_machine(sizes, costs, may_save=sizes.sharding.world == 1)
     for needed, savings in _ladder(sizes, costs):
         if needed.peak <= (usable := _usable(budget)):
             return replace(needed, budget=budget, room=_room(needed, usable)), savings
@@ -255,44 +281,58 @@ def check_least(sizes: Sizes, device: torch.device) -> None:
     if sizes.train.batch * sizes.train.seq < MANY_POSITIONS:
         return
     _, available = _machine(device)
+    if device.type == "cpu" and available is not None:
+        available //= sizes.sharding.local_world
     widest = max(layer.ffn_size for layer in sizes.plan.layers)
     # The least a step holds: the input of every trained layer, and one layer's feed-forward.
     columns = sizes.plan.hidden_size * len(sizes.conversion.layers) + widest
     least = sizes.train.batch * sizes.train.seq * columns * WORD_BYTES
     if available is not None and least > available:
         raise ResourceError(
-            f"a step of --batch {sizes.train.batch} and --seq {sizes.train.seq} needs more than {least:,} bytes of"
+            f"a step of --batch {sizes.batch} and --seq {sizes.train.seq} needs more than {least:,} bytes of"
             f" memory, and only {available:,} are available",
             hint="try a much smaller --batch or --seq",
         )
 
 
 def what_fits(sizes: Sizes, device: torch.device) -> str:
-    """Smaller batches and fewer layers that would fit, alone or together."""
+    """Dividing more, smaller batches and fewer layers that would fit, alone or together."""
+    divided = _fitting_division(sizes, device) if sizes.sharding.world > 1 else None
     layers, batch = sizes.conversion.layers, sizes.train.batch
     batches = [batch >> k for k in range(1, batch.bit_length())]
     depths = [len(layers) >> k for k in range(1, len(layers).bit_length())]
     tries: list[tuple[str, Sizes]] = []
     for smaller in batches:
-        tries.append((f"--batch {smaller}", _smaller(sizes, smaller, len(layers))))
+        tries.append((f"--batch {smaller * sizes.sharding.world}", _smaller(sizes, smaller, len(layers))))
     for depth in depths:
         tries.append((f"--o1 {_deepest(layers, depth)}", _smaller(sizes, batch, depth)))
     for depth in depths:
-        tries.append((f"--o1 {_deepest(layers, depth)} --batch 1", _smaller(sizes, 1, depth)))
+        tries.append((f"--o1 {_deepest(layers, depth)} --batch {sizes.sharding.world}", _smaller(sizes, 1, depth)))
     fitting = [flags for flags, other in tries if _fits(other, device)]
     alone = [
         next((f for f in fitting if f.startswith(kind) and f.count("--") == 1), None) for kind in ("--batch", "--o1")
     ]
-    found = [flags for flags in alone if flags] or fitting[:1]
+    found = [flags for flags in (divided, *alone) if flags] or fitting[:1]
     if not found:
-        return "not even one layer with --batch 1 would fit; try a smaller --seq, or a machine with more memory"
+        least = f"not even one layer with --batch {sizes.sharding.world} would fit"
+        return f"{least}; try a smaller --seq, or a machine with more memory"
     return f"this would fit: {' or '.join(found)}"
 
 
 def _fits(sizes: Sizes, device: torch.device) -> bool:
     """Whether such a run would fit, with savings if it must."""
-    needed, _ = _within_the_machine(sizes, measure(sizes, device), may_save=True)
+    needed, _ = _within_the_machine(sizes, measure(sizes, device), may_save=sizes.sharding.world == 1)
     return needed.fits
+
+
+def _fitting_division(sizes: Sizes, device: torch.device) -> str | None:
+    """The flags that divide enough over the processes."""
+    now = sizes.sharding
+    for optimizer, model in ((True, now.model), (now.optimizer, True), (True, True)):
+        more = replace(sizes, sharding=replace(now, optimizer=optimizer, model=model))
+        if more != sizes and _fits(more, device):
+            return " ".join(["--shard-optimizer"] * optimizer + ["--shard-model"] * model)
+    return None
 
 
 def _smaller(sizes: Sizes, batch: int, depth: int) -> Sizes:

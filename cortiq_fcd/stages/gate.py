@@ -107,11 +107,11 @@ def continuations(prompts: Prompts, replica: Replica, ranks: Ranks = ALONE, *, s
     """
     own, most = share(ranks, range(len(prompts.ids))), prompts.profile.new_tokens
     spoken = torch.zeros(len(prompts.ids), most, dtype=torch.float64)  # 0: nothing was said; else 1 + id
-    if own:
-        ids = torch.from_numpy(prompts.ids[list(own)]).to(replica.weights.embed.device)
-        rows = greedy(replica, ids, most, replica.weights.plan.eos_ids, student=student, served=student)
-        for prompt, row in zip(own, rows, strict=True):
-            spoken[prompt, : len(row)] = torch.tensor(row, dtype=torch.float64) + 1
+    # A rank with no prompt takes one that is not its own: ranks may have a model in common, and decode together then.
+    ids = torch.from_numpy(prompts.ids[list(own or [0])]).to(replica.weights.embed.device)
+    rows = greedy(replica, ids, most, replica.weights.plan.eos_ids, student=student, served=student)
+    for prompt, row in zip(own, rows, strict=bool(own)):
+        spoken[prompt, : len(row)] = torch.tensor(row, dtype=torch.float64) + 1
     told = torch.tensor(ranks.sum(spoken.flatten().tolist()), dtype=torch.float64).view_as(spoken)
     return tuple(tuple(int(word) - 1 for word in row if word) for row in told.tolist())
 

@@ -102,6 +102,22 @@ class Group:
         self.sent_bytes += part.nbytes * (self.world - 1)
         return _Transfer(lambda: dist.all_gather(list(out.chunk(self.world)), part, async_op=True))
 
+    def gather(self, part: Tensor, out: Tensor | None) -> None:
+        """`out` [world * n], given on rank 0 alone, gets the `part` [n] of every rank."""
+        self.sent_bytes += part.nbytes if self.rank else 0
+        places = None if out is None else list(out.chunk(self.world))
+        _attempt(lambda: dist.gather(part, places, dst=0))
+
+    def deal(self, parts: Tensor | None, out: Tensor) -> None:
+        """`out` [n] gets its part of `parts` [world * n], which are given on rank 0 alone."""
+        self.sent_bytes += 0 if self.rank else out.nbytes * (self.world - 1)
+        _attempt(lambda: dist.scatter(out, None if parts is None else list(parts.chunk(self.world)), src=0))
+
+    def broadcast(self, values: Tensor, source: int) -> Pending:
+        """Overwrite `values` by those of rank `source`."""
+        self.sent_bytes += values.nbytes * (self.world - 1) if self.rank == source else 0
+        return _Transfer(lambda: dist.broadcast(values, src=source, async_op=True))
+
 
 class _Transfer:
     """A transfer under way."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from cortiq_fcd.errors import ResourceError
 from cortiq_fcd.model.ranks import ALONE, Ranks
+from cortiq_fcd.model.vectors import Gathered
 from cortiq_fcd.stages.artefacts import Before, TrainingState
 from cortiq_fcd.stages.checkpoint import Checkpoints
 from cortiq_fcd.stages.interrupt import Interrupted, Interruption
@@ -44,14 +45,19 @@ class CheckpointKeeper:
         return evaluated or stop or due
 
     def keep(self, state: TrainingState) -> None:
-        """Have the state written: a copy in the background, or itself at once where there is no room for `copies`.
+        """Have the state written: a copy in the background, or itself at once where there is no room for `copies` or it
+        lies on several ranks.
 
         Raises Interrupted, with the state on disk, when asked to stop.
         """
         self.finish()
         self._writing = state.record.step
+        vectors = (state.masters, state.first, state.second, state.best)
+        divided = [vector for vector in vectors if isinstance(vector, Gathered)]
         if self._ranks.rank == 0:
-            self._checkpoints.save(state, self._before, copies=self._copies)
+            self._checkpoints.save(state, self._before, copies=self._copies and not divided)
+        for vector in divided:  # what rank 0 has not asked for: all of it on other ranks, or where it could not write
+            vector.drain()
         self._last_s = time.monotonic()
         if self._stop is not None:
             self.finish()

@@ -22,6 +22,11 @@ class Place:
     hosts_store: bool = False
 
     @property
+    def with_the_store(self) -> list[int]:
+        """Ranks that are lost when what the ranks tell each other is: of the first machine, or the first one alone."""
+        return list(range(self.local_world)) if self.is_spread and self.rank >= self.local_world else [0]
+
+    @property
     def restarts_by_itself(self) -> bool:
         """Whether torchrun will start the run again if it ends now."""
         return self.restarts < self.max_restarts

@@ -100,6 +100,25 @@ def tool_info(device: torch.device, ranks: Ranks = ALONE) -> ToolInfo:
     )
 
 
+def memory_of_ranks(device: torch.device, ranks: Ranks) -> list[MemoryInfo]:
+    """Peak memory of every process so far."""
+    own = memory_info(device)
+    known = [0] * 2 * ranks.world
+    known[2 * ranks.rank : 2 * ranks.rank + 2] = own.peak_rss_bytes or 0, own.peak_device_bytes or 0
+    told = [int(value) or None for value in ranks.sum(known)]
+    return [
+        MemoryInfo(peak_rss_bytes=rss, peak_device_bytes=on_device)
+        for rss, on_device in zip(told[::2], told[1::2], strict=True)
+    ]
+
+
+def most_memory(of_ranks: list[MemoryInfo]) -> MemoryInfo:
+    """The most that any process has used."""
+    rss = max((info.peak_rss_bytes or 0 for info in of_ranks), default=0)
+    on_device = max((info.peak_device_bytes or 0 for info in of_ranks), default=0)
+    return MemoryInfo(peak_rss_bytes=rss or None, peak_device_bytes=on_device or None)
+
+
 def memory_info(device: torch.device) -> MemoryInfo:
     """Peak memory of this process so far."""
     on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -33,13 +33,14 @@ from cortiq_fcd.stages.identity import check_unchanged
 from cortiq_fcd.stages.interrupt import Interruption
 from cortiq_fcd.stages.keeper import CheckpointKeeper
 from cortiq_fcd.stages.logs import open_logs
-from cortiq_fcd.stages.machine import choose_device, memory_info, tool_info
+from cortiq_fcd.stages.machine import choose_device, memory_info, memory_of_ranks, most_memory, tool_info
 from cortiq_fcd.stages.prepare import Job, is_own, prepare
 from cortiq_fcd.stages.progress import Progress
 from cortiq_fcd.stages.report import LayerCost, MemoryPlan, PolishMemory, Report
 from cortiq_fcd.stages.resume import find_checkpoint
 from cortiq_fcd.stages.savings import describe, layers_streamed
 from cortiq_fcd.stages.sentence import is_worse, sentence
+from cortiq_fcd.stages.traffic import ranks_info
 
 _DIVERGED = f"training diverged: {polish.MAX_SKIPPED_IN_A_ROW} steps in a row could not be used"
 _CALMER = "try a smaller --lr"
@@ -199,6 +200,7 @@ def _polish(
         final = before.start
         if trained.best_step:
             final = evaluate.run(config.train, network, job.windows, ranks, student=True)
+    memory = memory_of_ranks(device, ranks)
     if ranks.rank:
         return Report.model_validate_json(ranks.tell("")), trained.diverged
     progress.warn(*stored.notes)
@@ -222,8 +224,12 @@ def _polish(
     if trained.diverged:
         progress.warn("training diverged: the last steps could not be used")
     progress.warn(*_unmeasured(final))
-    memory = PolishMemory(**memory_info(device).model_dump(), plan=_memory_plan(job))
-    report = provenance.build_report(story, model, out, written, progress.timing, memory, progress.notes)
+    memory[0] = memory_info(device)  # once more: the other ranks have done their part
+    most = PolishMemory(**most_memory(memory).model_dump(), plan=_memory_plan(job))
+    report = provenance.build_report(story, model, out, written, progress.timing, most, progress.notes)
+    if ranks.world > 1:
+        tool = report.tool.model_copy(update={"ranks": ranks_info(job.sizes, memory)})
+        report = report.model_copy(update={"tool": tool})
     if is_worse(report):
         progress.warn("the written weights are worse than the conversion on the positions that count")
         report = report.model_copy(update={"warnings": progress.notes})
@@ -244,17 +250,22 @@ def _load(
 ) -> Replica:
     """Teacher and student on the device. What is streamed is read from the models as long as the replica is used."""
     plan, conversion, savings = job.plan, job.conversion, job.savings
-    room = Room(job.memory.room)
+    room, divided = Room(job.memory.room), ranks if job.sizes.sharding.model else None
     with progress.stage("dequantize", f"{len(plan.shapes)} tensors, {plan.params:,} weights"):
-        weights = dequantize.run(model, plan, device, savings.streamed, room)
+        weights = dequantize.run(model, plan, device, savings.streamed, room, divided)
         teacher = None
         if teacher_model is not None and job.teacher_plan is not None:
-            teacher = dequantize.run(teacher_model, job.teacher_plan, device, savings.teacher_streamed, room)
+            streamed = savings.teacher_streamed
+            teacher = dequantize.run(teacher_model, job.teacher_plan, device, streamed, room, divided)
     detail = f"{len(conversion.converted)} of {len(plan.layers)} layers converted"
     if job.savings.on_disk:
         detail += f"; {describe(savings, plan, job.teacher_plan, conversion)}"
+    if ranks.world > 1:
+        detail += f"; {job.sizes.sharding}"
     with progress.stage("replica", detail):
-        return replica.run(conversion, weights, teacher, ranks, savings.recomputed)
+        return replica.run(
+            conversion, weights, teacher, ranks, savings.recomputed, shard_optimizer=job.sizes.sharding.optimizer
+        )
 
 
 def _memory_plan(job: Job) -> MemoryPlan:
@@ -317,6 +328,7 @@ def _train(
                 keeper=keeper,
                 resumed=checkpoint.state if checkpoint else None,
                 ranks=ranks,
+                shard_optimizer=job.sizes.sharding.optimizer,
                 best=BestOnDisk(folder) if on_disk else None,
                 moments_file=folder / MOMENTS if job.savings.moments_on_disk else None,
             )

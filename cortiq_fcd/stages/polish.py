@@ -13,20 +13,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from cortiq_fcd.events import EvalEvent, GateEvent, Listener, StepEvent, WarningEvent
-from cortiq_fcd.model.adamw import SLICE, Moments, new_moments
+from cortiq_fcd.io.tensor_file import StoredVector
+from cortiq_fcd.model.adamw import SLICE
 from cortiq_fcd.model.average import Average
 from cortiq_fcd.model.conversion import seal_choices
 from cortiq_fcd.model.elements import CERTIFIED, Elements
 from cortiq_fcd.model.layer_clip import clip_layers
 from cortiq_fcd.model.norm_rate import norm_steps
-from cortiq_fcd.model.optimizer import Optimizer
+from cortiq_fcd.model.optimizer import AnyOptimizer, Optimizer, ShardedOptimizer
 from cortiq_fcd.model.perplexity import window_perplexity
 from cortiq_fcd.model.ranks import ALONE, Ranks, share
 from cortiq_fcd.model.replica import Replica, loss_and_gradient, reset_masters
 from cortiq_fcd.model.stored_moments import StoredMoments, zeros
+from cortiq_fcd.model.vectors import read_vector
 from cortiq_fcd.model.windows import QUICK_ROUNDS, Ids, SplitMix64, offsets_once, training_offsets, windows
 from cortiq_fcd.stages.artefacts import (
     Evaluation,
@@ -38,7 +39,7 @@ from cortiq_fcd.stages.artefacts import (
     TrainingRecord,
     TrainingState,
 )
-from cortiq_fcd.stages.best import Best, BestInMemory, read_vector
+from cortiq_fcd.stages.best import Best, BestInMemory
 from cortiq_fcd.stages.config import TrainConfig
 from cortiq_fcd.stages.schedule import rate
 
@@ -60,16 +61,21 @@ def run(
     keeper: Keeper | None = None,
     resumed: TrainingState | None = None,
     ranks: Ranks = ALONE,
+    shard_optimizer: bool = False,
     best: Best | None = None,
     moments_file: Path | None = None,
 ) -> Trained:
     """Train the replica's masters; they end as the best state. `gate` null: perplexity alone chooses.
 
     `resumed`: go on from there, as if there had been no break. `ranks`: the windows of a step, and of validations, are
-    divided among them. `best`: where the best state is kept, by default in memory; `moments_file`: where the moments of
-    the optimizer are, null: in memory. Errors of the keeper come through.
+    divided among them; `shard_optimizer`: masters and moments too. `best`: where the best state is kept, by default in
+    memory; `moments_file`: where the moments of the optimizer are, null: in memory. Errors of the keeper come through.
     """
-    optimizer = Optimizer(replica, ranks, _moments(replica, resumed, moments_file))
+    optimizer: AnyOptimizer
+    if shard_optimizer:
+        optimizer = ShardedOptimizer(replica, ranks)
+    else:
+        optimizer = Optimizer(replica, ranks, _stored_moments(replica, resumed, moments_file))
     loop = _Loop(config, replica, optimizer, val, gate, listener, judge_every_checkpoint, best or BestInMemory())
     generator = SplitMix64(config.seed)
     if resumed is None:
@@ -108,24 +114,21 @@ def _elements(config: TrainConfig, generator: SplitMix64, replica: Replica) -> E
     return Elements(config.temperature, config.match, gain_limit, seal)
 
 
-def _moments(replica: Replica, resumed: TrainingState | None, file: Path | None) -> Moments | StoredMoments:
-    flat = replica.masters.flat
-    if file is not None:
-        if resumed is None:
-            return StoredMoments(file, zeros(len(flat)), zeros(len(flat)))
-        assert not isinstance(resumed.first, Tensor)
-        assert not isinstance(resumed.second, Tensor)
-        return StoredMoments(file, resumed.first, resumed.second, resumed.record.updates)
+def _stored_moments(replica: Replica, resumed: TrainingState | None, file: Path | None) -> StoredMoments | None:
+    if file is None:
+        return None
     if resumed is None:
-        return new_moments(flat)
-    first, second = (read_vector(vector, torch.empty_like(flat)) for vector in (resumed.first, resumed.second))
-    return Moments(first, second, resumed.record.updates)
+        count = len(replica.masters.flat)
+        return StoredMoments(file, zeros(count), zeros(count))
+    assert isinstance(resumed.first, StoredVector)
+    assert isinstance(resumed.second, StoredVector)
+    return StoredMoments(file, resumed.first, resumed.second, resumed.record.updates)
 
 
 def train_step(
     config: TrainConfig,
     replica: Replica,
-    optimizer: Optimizer,
+    optimizer: AnyOptimizer,
     train: Ids,
     offsets: list[int],
     number: int,
@@ -144,7 +147,9 @@ def train_step(
         ce, kl, match, wild = ranks.sum([loss.ce, loss.kl, loss.match, loss.wild_rows])
         ce, kl, match = (total / ranks.world for total in (ce, kl, match))  # every rank has as many positions
         why = _flaw(config, ce, kl, norm)
-        if not why:
+        if why:
+            optimizer.skip()
+        else:
             clipped = clip_layers(replica) if config.clip == "layer" else norm
             with norm_steps(replica, config.norm_lr):
                 optimizer.step(rate(config, number), clipped)
@@ -170,7 +175,7 @@ class _Loop:
 
     config: TrainConfig
     replica: Replica
-    optimizer: Optimizer
+    optimizer: AnyOptimizer
     val: Ids
     gate: Gate | None
     listener: Listener
@@ -236,7 +241,7 @@ class _Loop:
         self.evaluations.append(evaluation)
         if can_win and (self.gate is None or (judgement is not None and judgement.passed)):
             self.best = evaluation
-            self.best_state.keep(self.replica.masters.flat if step else None, step)
+            self.best_state.keep(self.optimizer.masters if step else None, step)
         self.listener(
             EvalEvent(
                 step=step,
@@ -256,7 +261,8 @@ class _Loop:
 
     def state(self, generator: SplitMix64) -> TrainingState:
         """The present state; its tensors are the ones at work, not copies."""
-        moments = self.optimizer.moments
+        optimizer, best = self.optimizer, self.best_state.vector
+        moments = optimizer.moments
         record = TrainingRecord(
             step=len(self.steps),
             generator=generator.state,
@@ -266,19 +272,22 @@ class _Loop:
             evaluations=tuple(self.evaluations),
             steps=tuple(self.steps),
         )
+        saved = optimizer.saved
+        at_work = saved(optimizer.masters), saved(moments.first), saved(moments.second)
         average = self.average.mean if self.average else None
-        masters, best = self.replica.masters.flat, self.best_state.vector
-        return TrainingState(record, masters, moments.first, moments.second, best, average)
+        return TrainingState(record, *at_work, None if best is None else saved(best), average)
 
     def resume(self, state: TrainingState) -> None:
         """Take over a saved state. Warnings are given again: they belong to this run's report."""
-        record, flat = state.record, self.replica.masters.flat
+        record = state.record
         self.teacher_ppl, self.best = record.teacher_ppl, record.best
         self.steps, self.evaluations = list(record.steps), list(record.evaluations)
-        self.best_state.keep(state.best, record.best.step if record.best else 0)
-        read_vector(state.masters, flat)
+        best = None if state.best is None else self.optimizer.received(state.best)
+        self.best_state.keep(best, record.best.step if record.best else 0)
+        self.optimizer.resume(state.masters, state.first, state.second, record.updates)
         if state.average is not None:
-            self.average = Average(flat, self.config.ema, read_vector(state.average), record.updates)
+            mean = read_vector(self.optimizer.received(state.average))
+            self.average = Average(self.replica.masters.flat, self.config.ema, mean, record.updates)
         for step in self.steps:
             if step.skipped:
                 self._warn_skipped(step)
@@ -291,7 +300,7 @@ class _Loop:
         if vector is None:
             reset_masters(self.replica)
         else:
-            read_vector(vector, self.replica.masters.flat)
+            self.optimizer.restore(vector)
         return Trained(
             best_step=best.step,
             best_ppl=best.ppl,

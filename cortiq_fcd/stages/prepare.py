@@ -25,6 +25,7 @@ from cortiq_fcd.stages.identity import Stamp, check_agreement, contents, run_ide
 from cortiq_fcd.stages.places import check_places, read_by
 from cortiq_fcd.stages.progress import Progress
 from cortiq_fcd.stages.savings import Savings, describe
+from cortiq_fcd.stages.sharding import check_sharding, idle_options, sharding
 from cortiq_fcd.stages.teacher import check_teacher
 from cortiq_fcd.stages.works import Sizes
 
@@ -67,6 +68,8 @@ def prepare(
             f"--memory-budget: {ranks.world} processes were started, and a budget works in one alone",
             hint="leave out --memory-budget, or start one process",
         )
+    check_sharding(config, ranks)
+    progress.warn(*idle_options(config.compute, ranks))
     writes = ranks.rank == 0
     stamped = stamp(model)
     inputs = read_by(model, config, protected)
@@ -103,13 +106,14 @@ def prepare(
         teacher_plan,
         conversion,
         own,
-        len(prompts.offsets),
+        -(-len(prompts.offsets) // ranks.world),
         profile.prompt_tokens,
         profile.new_tokens,
         dequantize.unpack_bytes(model, plan),
+        sharding(config.compute, ranks),
     )
     capacity.trim()  # reading a text leaves much freed memory behind
-    memory, savings = settle(sizes, device, config.compute.memory_budget, ranks.local_world)
+    memory, savings = settle(sizes, device, config.compute.memory_budget)
     if savings.on_disk and config.compute.memory_budget is None and memory.fits:
         told = describe(savings, plan, teacher_plan, conversion)
         progress.warn(f"memory is too small to hold everything, which takes time: {told}")

@@ -14,9 +14,12 @@ def run(
     teacher: FrozenWeights | None = None,
     ranks: Ranks = ALONE,
     recomputed: frozenset[int] = frozenset(),
+    *,
+    shard_optimizer: bool = False,
 ) -> Replica:
     """A replica whose trainable tensors start as the file's. `teacher` null: the file itself, with exact attention.
 
-    `recomputed`: layers whose activations are computed again in the backward instead of kept.
+    `recomputed`: layers whose activations are computed again in the backward instead of kept. `shard_optimizer`: the
+    replica's masters are copies.
     """
-    return new_replica(weights, conversion, teacher, recomputed, parts=ranks.world)
+    return new_replica(weights, conversion, teacher, recomputed, parts=ranks.world, in_place=shard_optimizer)

@@ -23,6 +23,15 @@ Place = Literal["memory", "disk"]
 GateStatus = Literal["ran", "skipped"]
 
 
+class RanksInfo(Record):
+    """The processes that trained together; one number for each."""
+
+    shard_optimizer: bool = Field(description="masters and moments were divided")
+    shard_model: bool = Field(description="frozen layers were divided")
+    sent_bytes: list[int] = Field(description="what each sent in a step, by calculation, without headers, bytes")
+    peak_rss_bytes: list[int | None] = Field(description="peak resident set of each, bytes; null = not known")
+
+
 class ToolInfo(Record):
     """The program that wrote the file, and what it ran on."""
 
@@ -34,6 +43,7 @@ class ToolInfo(Record):
     precision: str = Field(description="of matrix products, f32 or bf16; everything else is f32 or wider")
     threads: int = Field(ge=1, description="CPU threads used")
     world_size: int = Field(default=1, ge=1, description="processes that trained together")
+    ranks: RanksInfo | None = Field(default=None, description="how they shared the work; null = one alone")
 
 
 class SourceInfo(Record):
@@ -238,7 +248,7 @@ class LossRecord(Record):
 
 
 class MemoryInfo(Record):
-    """Peak memory of the process."""
+    """Peak memory of the process, or of the one of several that used most."""
 
     peak_rss_bytes: int | None = Field(default=None, ge=0, description="peak resident set, bytes")
     peak_device_bytes: int | None = Field(default=None, ge=0, description="peak accelerator memory, bytes; null on CPU")

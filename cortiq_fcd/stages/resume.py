@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-import torch
 from pydantic import TypeAdapter
-from torch import Tensor
 
 from cortiq_fcd.errors import ConfigError
 from cortiq_fcd.model.ranks import ALONE, Ranks
-from cortiq_fcd.stages.artefacts import Before, TrainingRecord, TrainingState, Vector
-from cortiq_fcd.stages.best import read_vector
+from cortiq_fcd.model.vectors import OnRank0, count
+from cortiq_fcd.stages.artefacts import Before, TrainingRecord, TrainingState
 from cortiq_fcd.stages.checkpoint import Checkpoint, Checkpoints
 from cortiq_fcd.stages.config import OutputConfig
 from cortiq_fcd.stages.progress import Progress
@@ -56,38 +54,31 @@ def _find(checkpoints: Checkpoints, config: OutputConfig, progress: Progress, ra
 
 @dataclass(frozen=True)
 class _Told:
-    """What rank 0 says about a checkpoint before it sends the tensors, of `length` elements each."""
+    """What rank 0 says about a checkpoint; it keeps the tensors, of `length` elements each, until they are wanted."""
 
     processes: str
     before: Before
     record: TrainingRecord
     length: int
     has_best: bool
+    has_average: bool
 
 
 def _shared(found: Checkpoint | None, ranks: Ranks) -> Checkpoint | None:
-    """The checkpoint that rank 0 found."""
+    """The checkpoint that rank 0 found, on every rank."""
     state = found.state if found else None
     told = ""
     if found and state:
-        text = _Told(found.processes, found.before, state.record, _length(state.masters), state.best is not None)
+        has = (state.best is not None, state.average is not None)
+        text = _Told(found.processes, found.before, state.record, count(state.masters), *has)
         told = json.dumps(asdict(text))
     told = ranks.tell(told)
     if not told:
         return None
     said = TypeAdapter(_Told).validate_python(json.loads(told))
 
-    def vector(of_rank_0: Vector | None) -> Tensor:
-        values = torch.empty(said.length) if of_rank_0 is None else read_vector(of_rank_0)
-        ranks.spread(values)
-        return values
-
-    masters, first, second = (
-        vector(getattr(state, name) if state else None) for name in ("masters", "first", "second")
-    )
-    best = vector(state.best if state else None) if said.has_best else None
-    return Checkpoint(said.processes, said.before, TrainingState(said.record, masters, first, second, best))
-
-
-def _length(vector: Vector) -> int:
-    return len(vector) if isinstance(vector, Tensor) else vector.count
+    if state is None:
+        there = OnRank0(said.length)
+        best, average = (there if has else None for has in (said.has_best, said.has_average))
+        state = TrainingState(said.record, there, there, there, best, average)
+    return Checkpoint(said.processes, said.before, state)

@@ -7,18 +7,35 @@ vanished breaks no connection: it is missed because it stopped saying that it li
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from cortiq_fcd.errors import ConfigError
 from cortiq_fcd.stages.group import Store
 from cortiq_fcd.stages.launch import Place
 
 EVERY_S = 2.0
-SILENT_S = 40.0  # then a rank is lost
+SILENT_S = 40.0  # then a rank is lost; TIMEOUT sets another
+TIMEOUT = "CORTIQ_RANK_TIMEOUT"  # environment variable
 STARTING_S = 300.0  # the same for one that has not been heard of yet
 ANSWER_S = 4.0  # a living rank that leaves says so within this time
+
+
+def silence_s() -> float:
+    """How long a rank may be silent. ConfigError for what is no number of seconds."""
+    said = os.environ.get(TIMEOUT, "")
+    try:
+        seconds = float(said) if said else SILENT_S
+    except ValueError:
+        seconds = 0.0
+    if not EVERY_S <= seconds < 1e6:
+        raise ConfigError(
+            f"{TIMEOUT}={said}: is not a number of seconds", hint=f"{EVERY_S:g} or more; {SILENT_S:g} is the default"
+        )
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -66,39 +83,57 @@ class RollCall:
 
 
 class Watch(threading.Thread):
-    """Says that this rank lives, and calls `on_lost` with the ranks that were not heard of for too long."""
+    """Says that this rank lives, and calls `on_lost` with the ranks that were not heard of for too long.
+
+    Silence is counted in looks, not by a clock, which would go on while all ranks are suspended together.
+    """
 
     def __init__(self, store: Store, place: Place, on_lost: Callable[[list[int]], None]) -> None:
         super().__init__(daemon=True)
         self._store, self._roll = store, RollCall(store, place)
         self._place, self._on_lost = place, on_lost
-        # Of each rank: its last sign of life, and how often this rank has looked since. Not a clock, which would go on
-        # while all of them are suspended together.
+        self._silence_s = silence_s()
+        # Of each rank: its last sign of life, and how often this rank has looked since.
         self._heard: dict[int, tuple[bytes, int]] = dict.fromkeys(self._roll.others, (b"", 0))
+        self._rounds = 0
         self._ended = threading.Event()
 
     def run(self) -> None:
         """Until `end`."""
-        count = 0
-        while not self._ended.wait(EVERY_S if count else 0):
-            count += 1
+        threading.Thread(target=self._watch_the_store, daemon=True).start()
+        while not self._ended.wait(EVERY_S if self._rounds else 0):
+            self._rounds += 1
             try:
-                self._store.set(f"lives/{self._place.rank}", str(count))
+                self._store.set(f"lives/{self._place.rank}", str(self._rounds))
                 lost = [rank for rank in self._roll.others if self._is_lost(rank)]
             except RuntimeError:  # the store is gone, and with it the process that started rank 0
-                lost = [0]
-            if lost and not self._ended.is_set():
-                self._on_lost(lost)
+                lost = self._place.with_the_store
+            if lost:
+                self._tell(lost)
                 return
 
     def end(self) -> None:
         """Watch no longer."""
         self._ended.set()
 
+    def _watch_the_store(self) -> None:
+        """A store whose machine is gone never answers: then no round ends."""
+        seen, looks = 0, 0
+        while not self._ended.wait(EVERY_S):
+            seen, looks = (seen, looks + 1) if self._rounds == seen else (self._rounds, 0)
+            if looks * EVERY_S > self._silence_s:
+                self._tell(self._place.with_the_store)
+                return
+
+    def _tell(self, lost: list[int]) -> None:
+        if not self._ended.is_set():
+            self._ended.set()
+            self._on_lost(lost)
+
     def _is_lost(self, rank: int) -> bool:
         key = f"lives/{rank}"
         sign = self._store.get(key) if self._store.check([key]) else b""
         last, looks = self._heard[rank]
         self._heard[rank] = (sign, 0) if sign != last else (last, looks + 1)
-        silent = self._heard[rank][1] * EVERY_S > (SILENT_S if sign else STARTING_S)
+        silent = self._heard[rank][1] * EVERY_S > (self._silence_s if sign else STARTING_S)
         return silent and self._roll.left(rank) is None

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from cortiq_fcd.model.broadcasts import owners
 from cortiq_fcd.model.conversion import Conversion
 from cortiq_fcd.model.layer_parts import Kind, Part, matrix_names
 from cortiq_fcd.model.plan import ModelPlan
@@ -71,6 +72,17 @@ def part_bytes(plan: ModelPlan, part: Part) -> int:
 def streamed_bytes(plan: ModelPlan, parts: frozenset[Part]) -> int:
     """Memory of the matrices of some parts."""
     return sum(part_bytes(plan, part) for part in parts)
+
+
+def divided_bytes(plan: ModelPlan, parts: frozenset[Part], world: int) -> int:
+    """Memory of the matrices of some parts on the rank with the most, when each part lies on one of `world` ranks."""
+    where = owners(plan, parts, world)
+    return max(streamed_bytes(plan, frozenset(p for p in parts if where[p] == rank)) for rank in range(world))
+
+
+def all_parts(plan: ModelPlan) -> frozenset[Part]:
+    """Both parts of every layer."""
+    return frozenset((i, kind) for i in range(len(plan.layers)) for kind in _KINDS)
 
 
 def buffer_bytes(plan: ModelPlan, parts: frozenset[Part]) -> int:

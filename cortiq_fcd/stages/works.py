@@ -16,6 +16,7 @@ from cortiq_fcd.model.plan import ModelPlan
 from cortiq_fcd.model.replica import Replica, hidden_states, loss_and_gradient
 from cortiq_fcd.stages.config import TrainConfig
 from cortiq_fcd.stages.miniature import Miniatures, Work
+from cortiq_fcd.stages.sharding import UNDIVIDED, Sharding
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,12 @@ class Sizes:
     prompt_tokens: int
     new_tokens: int
     unpack_bytes: int = 0  # most that decoding a tensor takes beside its values
+    sharding: Sharding = UNDIVIDED  # `train` is one process's share
+
+    @property
+    def batch(self) -> int:
+        """Windows of a step, on all processes."""
+        return self.train.batch * self.sharding.world
 
     @property
     def trained(self) -> int:

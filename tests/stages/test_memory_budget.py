@@ -61,8 +61,8 @@ def rung(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     chosen: dict[str, Any] = {"at": 0, "room": 0}
     settle = estimate.settle
 
-    def settled(sizes: Sizes, device: torch.device, budget: int | None, processes: int) -> tuple[Memory, Savings]:
-        needed, savings = settle(sizes, device, budget, processes)
+    def settled(sizes: Sizes, device: torch.device, budget: int | None) -> tuple[Memory, Savings]:
+        needed, savings = settle(sizes, device, budget)
         if budget is None:
             return needed, savings
         rungs = list(ladder(sizes.plan, sizes.teacher_plan, sizes.conversion))

@@ -1,6 +1,6 @@
 """A process of several that is killed ends the run on all of them, with a message; the run goes on with any number.
 
-FCD_ALL_KILLS=1 tries ten moments; without it, two.
+FCD_ALL_KILLS=1 tries ten moments, with nothing divided but windows and with everything; without it, two and one.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cortiq_fcd.io.reader import open_model
 from cortiq_fcd.io.verify import verify_model
+from cortiq_fcd.stages.roll_call import TIMEOUT
 from tests.stages.killing import Place, furnished
 from tests.stages.ranks_at_work import environment, free_port
 
-MOMENTS = 10 if os.environ.get("FCD_ALL_KILLS") else 2
+ALL = bool(os.environ.get("FCD_ALL_KILLS"))
+SHARDED = ("--shard-optimizer", "--shard-model")
 LONGEST_S = 600  # of wall clock: the machine may be busy, or suspended
 SHORTER = ("--steps", "24", "--eval-every", "8", "--no-gate", "--precision", "f32")
 
@@ -37,10 +40,19 @@ class Ended:
     said: list[str]
 
 
-def run_ranks(place: Place, world: int, *more: str, after: str = "", victim: int = 0, number: int = 0) -> Ended:
-    """Polish with `world` processes; send signal `number` to one of them (-1: to all) after an event of rank 0."""
-    command, port = place.command(*SHORTER, *more), free_port()
-    files = [(place.folder / f"stderr-{rank}").open("w+") for rank in range(world)]
+def run_ranks(place: Place, world: int, *more: str, **options: Any) -> Ended:
+    """Polish with `world` processes."""
+    return run_command(place.folder, world, place.command(*SHORTER, *more), **options)
+
+
+def run_command(
+    folder: Path, world: int, command: list[str], *, after: str = "", victim: int = 0, number: int = 0
+) -> Ended:
+    """Run `world` processes; send signal `number` to one of them (-1: to all) after an event of rank 0. One that is
+    stopped goes on when the others have ended.
+    """
+    port = free_port()
+    files = [(folder / f"stderr-{rank}").open("w+") for rank in range(world)]
     processes = [
         subprocess.Popen(command, env=environment(rank, world, port), stderr=file) for rank, file in enumerate(files)
     ]
@@ -50,6 +62,11 @@ def run_ranks(place: Place, world: int, *more: str, after: str = "", victim: int
             time.sleep(0.002)
         for process in processes if victim < 0 else [processes[victim]]:
             process.send_signal(number)
+    if number == signal.SIGSTOP:
+        for process in processes:
+            if process is not processes[victim]:
+                process.wait(LONGEST_S)
+        processes[victim].send_signal(signal.SIGCONT)
     codes = [process.wait(LONGEST_S) for process in processes]
     for file in files:
         file.close()
@@ -72,19 +89,29 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return place
 
 
-def moments() -> list[tuple[int, int, int]]:
-    """A step after which a rank is killed, which one, and how many processes go on."""
+Moment = tuple[int, int, int, tuple[str, ...]]
+
+
+def moments() -> list[Moment]:
+    """A step after which a rank is killed, which one, how many processes go on, and what was divided before."""
     rng = random.Random(0)
-    return [(rng.randrange(2, 22), (1, 0)[i % 2], (2, 1)[i % 2]) for i in range(MOMENTS)]
+    found: list[Moment] = []
+    for count, flags in ((10 if ALL else 2, ()), (10 if ALL else 1, SHARDED)):
+        found += [(rng.randrange(2, 22), (1, 0)[i % 2], (2, 1)[i // 2 % 2], flags) for i in range(count)]
+    return found
 
 
-@pytest.mark.parametrize(("step", "victim", "world"), moments())
+def name(value: object) -> str:
+    return "divided" if value == SHARDED else "" if value == () else str(value)
+
+
+@pytest.mark.parametrize(("step", "victim", "world", "flags"), moments(), ids=name)
 def test_a_killed_rank_ends_the_run_and_it_goes_on(
-    step: int, victim: int, world: int, undisturbed: Place, tmp_path: Path
+    step: int, victim: int, world: int, flags: tuple[str, ...], undisturbed: Place, tmp_path: Path
 ) -> None:
     place = furnished(tmp_path)
     event = f'{{"event":"step","step":{step},'
-    ended = run_ranks(place, 2, after=event, victim=victim, number=signal.SIGKILL)
+    ended = run_ranks(place, 2, *flags, after=event, victim=victim, number=signal.SIGKILL)
     assert ended.codes[victim] == -signal.SIGKILL, ended.said
     assert ended.codes[1 - victim] == 8, ended.said
     said = ended.said[1 - victim]
@@ -94,7 +121,8 @@ def test_a_killed_rank_ends_the_run_and_it_goes_on(
         command = shlex.split(said.split("hint: to go on: ")[1])
         assert command[:6] == ["torchrun", "--nproc-per-node", "2", "-m", "cortiq_fcd", "polish"]
         assert command[-1] == "--resume"
-    again = run_ranks(place, world, "--resume") if world > 1 else None
+    then = flags if step % 2 else ()  # what is divided may change
+    again = run_ranks(place, world, "--resume", *then) if world > 1 else None
     if again is None:
         alone = place.run(*SHORTER, "--resume")
         again = Ended([alone.returncode], [alone.stderr])
@@ -107,6 +135,31 @@ def test_a_killed_rank_ends_the_run_and_it_goes_on(
         assert place.out.read_bytes() == undisturbed.out.read_bytes()
     want = weights(undisturbed.out)
     assert np.linalg.norm(weights(place.out) - want) < 1e-5 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_silent_rank_is_lost_too(
+    victim: int, undisturbed: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a machine that is gone: no connection breaks. With rank 0 the store stops, too, and never answers."""
+    monkeypatch.setenv(TIMEOUT, "8")
+    place = furnished(tmp_path)
+    ended = run_ranks(place, 2, after='{"event":"step","step":5,', victim=victim, number=signal.SIGSTOP)
+    assert ended.codes == [8, 8], ended.said
+    said = ended.said[1 - victim]
+    assert f"error: rank {victim} of 2 is gone without a word" in said
+    assert "Traceback" not in "".join(ended.said)
+    again = run_ranks(place, 2, "--resume")
+    assert again.codes == [0, 0], again.said
+    assert place.out.read_bytes() == undisturbed.out.read_bytes()
+
+
+def test_silence_is_a_number_of_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TIMEOUT, "soon")
+    ended = run_ranks(furnished(tmp_path), 2)
+    assert ended.codes == [2, 2]
+    told = f"error: {TIMEOUT}=soon: is not a number of seconds\nhint: 2 or more; 40 is the default\n"
+    assert ended.said == [told, ""]
 
 
 @pytest.mark.parametrize(("victim", "number", "code"), [(-1, signal.SIGTERM, 143), (1, signal.SIGINT, 130)])
