@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from typing import ClassVar
 
+_DAMAGED = "the file is damaged or not whole: copy, download or convert it again"
+
 
 class CortiqError(Exception):
     """Base of all expected errors. `message` is one plain paragraph, `hint` says what to do next."""
@@ -53,7 +55,7 @@ class CmfFormatError(CortiqError):
         detail = ""
         if expected is not None or got is not None:
             detail = f": expected {expected}, got {got}"
-        super().__init__(f"{where}: {what}{detail}", hint=hint)
+        super().__init__(f"{where}: {what}{detail}", hint=hint or _DAMAGED)
         self.path = os.fspath(path)
         self.what = what
         self.tensor = tensor

@@ -39,11 +39,22 @@ _PATH_HINTS = {
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 
 
+def _let_threads_wait() -> None:
+    """Choose how OpenMP's threads wait for each other, before torch is imported, unless the user did.
+
+    Threads that spin while they wait save a sixth of a step on an idle machine, but starve each other, to several times
+    the time of a step, where something else runs: there they sleep.
+    """
+    if any(name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
+        return
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > (os.cpu_count() or 1) / 2:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code. A bug is the only exception that leaves."""
-    # Set before torch is imported. OpenMP threads that spin while they wait starve each other as soon as anything else
-    # runs: a step took five times as long on a busy machine of two cores. On an idle one, passive waiting costs little.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _let_threads_wait()
     with guarded():
         try:
             code = _run(arguments)

@@ -88,5 +88,6 @@ def lines(forecast: Forecast) -> Iterator[str]:
     scaled = f", scaled up from {time.tried} of {time.windows} windows" if time.tried < time.windows else ""
     yield f"time, about          {figures.duration(time.total)} on this machine as busy as it is now{scaled}"
     yield f"  a step             {figures.duration(time.step)}"
-    yield f"  a validation       {figures.duration(time.validation + time.gate)}, with the gate"
+    judged = ", with the gate" if time.gate else ""
+    yield f"  a validation       {figures.duration(time.validation + time.gate)}{judged}"
     yield f"  before and after   {figures.duration(time.before)} and {figures.duration(time.after)}"

@@ -216,10 +216,11 @@ def settle(sizes: Sizes, device: torch.device, budget: int | None) -> tuple[Memo
     for needed, savings in _ladder(sizes, costs):
         if needed.peak <= (usable := _usable(budget)):
             return replace(needed, budget=budget, room=_room(needed, usable)), savings
+    smaller = " or a smaller --batch" if sizes.train.batch > 1 else ""
     raise ResourceError(
         f"--memory-budget {_size(budget)} is too small for this polish",
-        hint=f"the smallest that works is {_size(_least_budget(sizes, costs))}; fewer layers (--o1) or a smaller"
-        " --batch need less",
+        hint=f"the smallest that works is {_size(_least_budget(sizes, costs))};"
+        f" fewer layers (--o1){smaller} would need less",
     )
 
 

@@ -35,6 +35,7 @@ def refused(path: Path) -> CmfFormatError:
         open_model(path)
     assert caught.value.path == str(path)
     assert caught.value.exit_code == 3
+    assert caught.value.hint
     return caught.value
 
 

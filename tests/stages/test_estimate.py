@@ -228,6 +228,10 @@ def test_a_dry_run_for_people(tmp_path: Path) -> None:
     assert all(line.startswith("warning: ") for line in told.stderr.splitlines()), "-q leaves warnings alone"
     for words in ("layers trained       2: 0-1", "memory, at most", "disk free", "a step"):
         assert words in told.stdout
+    assert ", with the gate" in told.stdout
+    ungated = subprocess.run(place.command("--dry-run", "-q", "--no-gate"), capture_output=True, text=True, check=False)
+    assert "a validation" in ungated.stdout
+    assert ", with the gate" not in ungated.stdout
 
 
 def test_the_peak_is_this_programs_own() -> None:
