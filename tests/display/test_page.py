@@ -41,9 +41,14 @@ class _Structure(HTMLParser):
 def with_text(value: Any, text: str) -> Any:
     """A copy of JSON data with another text in place of every text that a user, a file or a model gave."""
     kept = {"schema", "outcome", "status", "profile", "save_dtype", "layers"}
+    kept |= {"recipe", "schedule", "clip", "sampling", "seals"}
     if isinstance(value, dict):
         return {
-            key: inner if key in kept else dict.fromkeys([text], 1.0) if key == "timing" else with_text(inner, text)
+            key: inner
+            if key in kept and not isinstance(inner, dict)
+            else dict.fromkeys([text], 1.0)
+            if key == "timing"
+            else with_text(inner, text)
             for key, inner in value.items()
         }
     if isinstance(value, list):

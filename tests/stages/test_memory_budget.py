@@ -26,6 +26,7 @@ from cortiq_fcd.stages.estimate import Costs, Memory
 from cortiq_fcd.stages.interrupt import Interrupted, Interruption
 from cortiq_fcd.stages.report import Report
 from cortiq_fcd.stages.savings import Savings, describe, ladder
+from cortiq_fcd.stages.sharding import Sharding
 from cortiq_fcd.stages.works import Sizes
 from tests.fixtures import LINEAR, Tiny, tiny_text, tiny_tokenizer
 from tests.stages.killing import furnished as furnished_for_a_process
@@ -228,7 +229,7 @@ def test_too_small_a_machine_saves_by_itself(monkeypatch: pytest.MonkeyPatch) ->
     assert (tight.budget, tight.fits, savings.on_disk) == (None, True, True)
     assert tight.ahead <= has.available
     estimate.check_fits(own, CPU, tight)
-    _, of_two = estimate.settle(own, CPU, None, 2)
+    _, of_two = estimate.settle(replace(own, sharding=Sharding(2, 2)), CPU, None)
     assert not of_two.on_disk, "several processes can't save"
     none = replace(costs, available=min(rung.ahead for rung in needed) - 1)
     monkeypatch.setattr(estimate, "measure", lambda *_: none)

@@ -179,9 +179,7 @@ def test_all_ranks_stop_together(victim: int, number: int, code: int, undisturbe
 def test_a_batch_that_cannot_be_divided(tmp_path: Path) -> None:
     ended = run_ranks(furnished(tmp_path), 2, "--batch", "3")
     assert ended.codes == [2, 2]
-    assert ended.said[0].startswith(
-        "error: --batch 3: the windows of a step can't be divided among 2 processes\nhint: "
-    )
+    assert "error: --batch 3: the windows of a step can't be divided among 2 processes\nhint: " in ended.said[0]
     assert ended.said[1] == ""
 
 
