@@ -247,8 +247,8 @@ def test_every_expected_error_has_its_code(
     monkeypatch.setattr(pipeline, "run", fail)
     ran = run("polish", model, "out.cmf")
     assert is_expected_error(ran, code)
-    if getattr(error, "hint", ""):
-        assert ran.err.endswith("hint: do this\n")
+    if hint := getattr(error, "hint", ""):
+        assert ran.err.endswith(f"hint: {hint}\n")
 
 
 def test_a_bug_is_not_hidden(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
